@@ -60,7 +60,7 @@ async def bare_loop(image: str, trials: int, concurrency: int) -> None:
     """The same work by the engine's API alone."""
     import aiodocker
 
-    from pier.image.fetch import engine_address
+    from pier.image.importing import engine_address
 
     places = asyncio.Semaphore(concurrency)
     async with aiodocker.Docker(url=engine_address()) as docker:

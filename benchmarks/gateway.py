@@ -2,7 +2,6 @@
 
 A fake provider, the gateway and each peer run in processes of their own; the load comes from this one over raw
 sockets, so that the client is no part of what is measured. The baseline is the same load sent to the provider directly.
-`pier uv` is the gateway on uvloop's event loop, as `pier gateway serve` runs it where that is installed.
 nginx as a plain reverse proxy joins when it is installed; with `--peers` also the interception server of verifiers and
 LiteLLM's proxy. All take turns, `--rounds` times, and the best round of each counts, since a machine is rarely quiet.
 Prints a table, and JSON with `--json`.
@@ -196,11 +195,11 @@ def places(folder: str, peers: bool, before: str | None) -> Iterator[list[Place]
         assert provider.stdout
         port = int(provider.stdout.readline())
         found: list[Place | None] = [Place("direct", port, "k", provider.pid)]
-        gateways = [("pier", (), {}), ("pier uv", ("--uvloop",), {})]
+        gateways: dict[str, dict[str, str]] = {"pier": {}}
         if before:
-            gateways.append(("before", (), {"PYTHONPATH": before}))
-        for name, more, variables in gateways:
-            serve = (sys.executable, __file__, "--serve", f"http://127.0.0.1:{port}", f"{folder}/{name}", *more)
+            gateways["before"] = {"PYTHONPATH": before}
+        for name, variables in gateways.items():
+            serve = (sys.executable, __file__, "--serve", f"http://127.0.0.1:{port}", f"{folder}/{name}")
             gateway = stack.enter_context(running(*serve, **variables))
             assert gateway.stdout
             if words := gateway.stdout.readline().split():
@@ -265,7 +264,6 @@ def main() -> None:
     parser.add_argument("--before", metavar="SRC", help="also the gateway of another source tree, e.g. ../before/src")
     parser.add_argument("--provide", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--uvloop", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--sessions", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no peer outlives this process
@@ -273,11 +271,7 @@ def main() -> None:
         asyncio.run(provide(0))
     elif args.serve:
         upstream, folder = args.serve
-        if args.uvloop:
-            from uvloop import run as run_loop
-        else:
-            from asyncio import run as run_loop
-        run_loop(serve_gateway(upstream, folder, args.sessions))
+        asyncio.run(serve_gateway(upstream, folder, args.sessions))
     else:
         asyncio.run(run(args.json, args.peers, args.rounds, args.only, args.before))
 

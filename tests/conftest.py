@@ -38,6 +38,23 @@ settings.register_profile(
 settings.load_profile("steady")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each worker begins with some of the files that have slow tests, so that no worker ends with one while the others
+    are idle. `--dist worksteal` first gives each worker an equal part of the list."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    slow = sorted({item.path for item in items if item.get_closest_marker("slow")})
+    quick = [item for item in items if item.path not in slow]
+    dealt: list[pytest.Item] = []
+    for worker in range(workers):
+        size = (len(items) - len(dealt)) // (workers - worker)
+        first = [item for path in slow[worker::workers] for item in items if item.path == path]
+        more = max(size - len(first), 0) if worker < workers - 1 else len(quick)
+        dealt += first + quick[:more]
+        del quick[:more]
+    items[:] = dealt
+
+
 @pytest.fixture(autouse=True)
 def pier_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Each test has a `PIER_HOME` of its own, so that tests see nothing of one another or of the user's, and no test

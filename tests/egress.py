@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pier.image.model import Image
 from tests.busybox import busybox_image
+from tests.once import made_once
 from tests.world import in_world
 
 ALLOWED = (
@@ -325,12 +328,20 @@ def _libraries(files: list[Path]) -> set[Path]:
     return {Path(word) for word in done.stdout.split() if word.startswith("/") and not word.endswith(":")}
 
 
-def run_world(mode: str, hosts: tuple[str, ...], directory: Path, backend: str = "local") -> World:
-    answer, image = directory / "told.json", directory / "image"
-    image.mkdir()
-    done = in_world(_OUTSIDE, directory, mode, json.dumps(hosts), str(answer), backend, str(image))
-    assert answer.exists(), f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    told = json.loads(answer.read_text())
+def run_world(
+    mode: str, hosts: tuple[str, ...], factory: pytest.TempPathFactory, backend: str = "local", helper: str = ""
+) -> World:
+    def run(directory: Path) -> None:
+        (directory / "image").mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PIER_HOME", str(directory / "pier"))
+            patch.setenv("PIER_DOCKER_HELPER", helper)
+            told = (str(directory / "told.json"), backend, str(directory / "image"))
+            done = in_world(_OUTSIDE, directory, mode, json.dumps(hosts), *told)
+        assert (directory / "told.json").exists(), f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+
+    place = made_once(factory, f"world-{backend}{helper}-{mode}", run)
+    told = json.loads((place / "told.json").read_text())
     after = {name.removeprefix("after "): rows for name, rows in told.items() if name.startswith("after ")}
     return World(
         told["attempts"],

@@ -81,7 +81,7 @@ def thinks(think: Callable[[Request], Turn]) -> Behaviour:
 
     async def behave(request: web.BaseRequest, raw: bytes) -> web.StreamResponse:
         headers = {name.lower(): value for name, value in request.headers.items()}
-        route = recognise(request.method, request.path, request.query, headers)
+        route = recognise(request.method, request.path, request.query_string, frozenset(headers))
         dialect, body = DIALECTS[route.dialect], json.loads(raw)
         if route.kind == "count_tokens":
             return web.json_response(dialect.count_tokens_body(4321))

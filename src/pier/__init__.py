@@ -18,6 +18,7 @@ _HOMES = {
     "pier.gateway": "Budget Gateway Policy Provider Replicas Session",
     "pier.record.reader": "Recording read_recording",
     "pier.job.config": "AgentConfig DatasetConfig JobConfig",
+    "pier.job.view": "JobView TrialView",
     "pier.network.policy": "NetworkPolicy",
     "pier.rollout.rollouts": "Rollout Rollouts rollouts",
     "pier.rollout.samples": "Sample SampleBuilder",

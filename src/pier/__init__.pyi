@@ -24,6 +24,8 @@ from pier.gateway import Session as Session
 from pier.job.config import AgentConfig as AgentConfig
 from pier.job.config import DatasetConfig as DatasetConfig
 from pier.job.config import JobConfig as JobConfig
+from pier.job.view import JobView as JobView
+from pier.job.view import TrialView as TrialView
 from pier.network.policy import NetworkPolicy as NetworkPolicy
 from pier.record.reader import Recording as Recording
 from pier.record.reader import read as _read

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pier.errors import JobError
+from pier.figures import main_reward
 from pier.job.command import run_quietly
 from pier.job.config import AgentConfig, DatasetConfig, EnvironmentConfig, JobConfig
 from pier.job.ledger import Ledger
-from pier.job.results import main_reward
 from pier.record.reader import Recording
 from pier.record.reader import read as read_recording
 from pier.tree import Tree

@@ -29,6 +29,7 @@ ENTRIES = 1_000_000
 
 _OPENAT2 = 437
 _HOLE = 4096
+_ZEROS = bytes(_HOLE)
 _HELD = 32
 """How many directories of a walk are held open; the way up to others leads through `..`."""
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -115,11 +116,20 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def write_sparse(fd: int, data: bytes) -> None:
-    """Write all of `data` to a new file; zeros become a hole, so that what was sparse takes no space here either."""
-    if len(data) >= _HOLE and data[:1] == b"\0" and not data.strip(b"\0"):
-        os.truncate(fd, os.lseek(fd, len(data), os.SEEK_CUR))
-    else:
+    """Write all of `data` to a new file; blocks of zeros become holes, so that what was sparse takes no space here
+    either."""
+    if _ZEROS not in data:
         write_all(fd, data)
+        return
+    ends = [*range(_HOLE - os.lseek(fd, 0, os.SEEK_CUR) % _HOLE, len(data), _HOLE), len(data)]
+    blocks = zip([0, *ends], ends, strict=False)
+    for is_hole, run in itertools.groupby(blocks, lambda block: data[slice(*block)] == _ZEROS[: block[1] - block[0]]):
+        (begin, end), *more = run
+        end = more[-1][1] if more else end
+        if is_hole:
+            os.truncate(fd, os.lseek(fd, end - begin, os.SEEK_CUR))
+        else:
+            write_all(fd, data[begin:end])
 
 
 class Descent:

@@ -1,9 +1,9 @@
 """Removes secrets from everything that is kept.
 
 One `Redactor` is made from the secrets of a job (`pier.secret` says which values are). It finds each of them as it
-stands, quoted for a URL, escaped for JSON or HTML (also several times over), and inside base64, also if that is broken
-into lines; and each line of one that has several, which an indentation would tear apart. A `StreamRedactor` also finds
-a secret that is split over the pieces of a stream, or over the text fields of JSON lines.
+stands, quoted for a URL, escaped for JSON or HTML (also several times over), as hex or UTF-16, and inside base64, also
+if that is broken into lines; and each line of one that has several, which an indentation would tear apart. A
+`StreamRedactor` also finds a secret that is split over the pieces of a stream, or over the text fields of JSON lines.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class Redactor:
         return bool(self._secrets)
 
     def data(self, data: bytes) -> bytes:
+        if not self._secrets:
+            return data
         near = [secret for secret in self._secrets if secret.may_be_in(data)]
         for secret in near:
             data = secret.pattern.sub(_MARK, data)
@@ -210,7 +212,17 @@ def _compile(secret: str) -> _Secret:
         half = min(len(form) // 2, _WRAPPED_LEAST // 2)  # a line ends in one of two halves at most
         halves = (form[:half], form[half : 2 * half])
         cores += [max(re.findall(r"[A-Za-z0-9]+", part), key=len, default="") for part in halves]
-    return _Secret(tuple(core.encode() for core in cores), re.compile("|".join(patterns).encode()), longest)
+    others = _others(secret)
+    longest = max(longest, *map(len, others))
+    pattern = b"|".join(("|".join(patterns).encode(), *map(re.escape, others)))
+    sure = {*(core.encode() for core in cores), *others[:2], others[2][:-1], others[3][1:]}  # ASCII has one UTF-16 core
+    return _Secret(tuple(sure), re.compile(pattern), longest)
+
+
+def _others(secret: str) -> list[bytes]:
+    """A secret as hex and as UTF-16."""
+    digits = secret.encode(errors="surrogatepass").hex().encode()
+    return [digits, digits.upper(), *(secret.encode(f"utf-16-{end}", errors="surrogatepass") for end in ("le", "be"))]
 
 
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"}
@@ -248,6 +260,7 @@ def _forms(secret: str) -> Iterator[str]:
     once = json.dumps(secret)[1:-1]
     yield from (secret, quote(secret, safe=""), quote_plus(secret), once, json.dumps(once)[1:-1])
     yield json.dumps(secret, ensure_ascii=False)[1:-1]
+    yield from (form.decode() for form in _others(secret)[:2])
     for form in _base64(secret):
         yield form
         yield form.replace("+", "-").replace("/", "_")

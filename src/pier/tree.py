@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import stat
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from pier.beneath import (
     DIRECTORY,
@@ -114,6 +115,25 @@ class Tree:
         if len(data) > limit:
             raise TreeError("too_large", f"more than {limit} bytes: {self.path}/{path}")
         return data
+
+    def read_text(self, path: str, limit: int) -> str | None:
+        """The text of a regular file; None if it is missing, too large or something else."""
+        try:
+            return self.read(path, limit).decode(errors="replace")
+        except (OSError, TreeError):
+            return None
+
+    def read_json(self, path: str, limit: int) -> Any:
+        """The value in a JSON file; None if it is missing, too large or broken."""
+        try:
+            return json.loads(self.read(path, limit))
+        except (OSError, TreeError, ValueError, RecursionError):
+            return None
+
+    def read_object(self, path: str, limit: int) -> dict[str, Any] | None:
+        """The object in a JSON file; None if there is none."""
+        value = self.read_json(path, limit)
+        return value if isinstance(value, dict) else None
 
     def entries(self, below: str = "", limit: int = ENTRIES) -> Iterator[Entry]:
         """All entries of the tree, or of a directory in it, each directory before what is in it, by name. `TreeError`

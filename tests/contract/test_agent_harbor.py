@@ -92,8 +92,9 @@ def test_its_options_are_those_of_its_constructor() -> None:
     kind = find_agent(f"{__name__}:HarborStyle")
     assert kind.name == "harbor-style" and kind.options == ("greeting",) and kind.outside
     check_options(kind, {"greeting": "hi"})
-    with pytest.raises(UsageError, match="no option"):
+    with pytest.raises(UsageError, match="greting") as refused:
         check_options(kind, {"greting": "hi"})
+    assert refused.value.code == "agent_option"
 
 
 def test_other_classes_are_no_agents() -> None:

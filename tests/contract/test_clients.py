@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import engine
 from tests.clients import CLIENTS, DIRECTORY, HOST, missing, run_clients
+from tests.once import made_once
 
 
 @pytest.fixture(
@@ -21,12 +24,14 @@ from tests.clients import CLIENTS, DIRECTORY, HOST, missing, run_clients
     ],
 )
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    root = tmp_path_factory.mktemp("clients")
-    root.chmod(0o755)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIER_HOME", str(tmp_path_factory.mktemp("home") / "pier"))
-        patch.setenv(DIRECTORY, str(root))
-        return run_clients(request.param, root)
+    def run(root: Path) -> None:
+        root.chmod(0o755)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PIER_HOME", str(root / "pier"))
+            patch.setenv(DIRECTORY, str(root))
+            run_clients(request.param, root)
+
+    return json.loads((made_once(tmp_path_factory, f"clients-{request.param}", run) / "answer.json").read_text())
 
 
 @pytest.mark.parametrize("client", CLIENTS)

@@ -19,7 +19,7 @@ from pier.lease import Lease
 from pier.sandbox import open_backend
 from pier.sandbox.conformance import CHECKS, Check, verify
 from pier.sandbox.contract import Backend, Mount, SandboxSpec
-from pier.sandbox.docker.ours import collect_our_volumes
+from pier.sandbox.docker.images import collect_pier_volumes
 from tests.busybox import busybox_image
 from tests.engine import engine, missing
 from tests.ways import by_tcp, free_port, make_certificates, ssh_missing, sshd, tls_options
@@ -142,4 +142,4 @@ async def test_a_directory_comes_along_where_the_engine_cannot_see_it(
             result = await sandbox.exec("/opt/pack/tool && touch /opt/pack/new")
             assert (result.text, result.ok) == ("from the pack\n", False)
             assert await sandbox.read_file("/opt/pack/large") == (pack / "large").read_bytes()
-        await collect_our_volumes()
+        await collect_pier_volumes()

@@ -20,7 +20,7 @@ from pier.network.policy import NetworkPolicy
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Mount, SandboxSpec
 from pier.sandbox.docker.backend import DockerBackend
-from pier.sandbox.docker.config import attendant_plan
+from pier.sandbox.docker.engine import attendant_plan
 from pier.sandbox.docker.entering import OwnEntered, OwnEntrance
 from tests.busybox import add_program, busybox_image
 from tests.engine import Engine, engine, missing

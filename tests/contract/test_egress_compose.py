@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine import missing
+from tests.once import made_once
 from tests.world import in_world
 
 pytestmark = [pytest.mark.docker, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
@@ -106,13 +107,17 @@ with engine() as running:
 
 @pytest.fixture(scope="module", params=["entered by pier", "entered by a helper"])
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    root: Path = tmp_path_factory.mktemp("world")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIER_HOME", str(tmp_path_factory.mktemp("home") / "pier"))
-        patch.setenv("PIER_DOCKER_HELPER", "1" if "helper" in request.param else "")
-        done = in_world(_SCRIPT, root, str(root), str(root / "answer"))
-    assert (root / "answer").exists(), f"{done.stdout}\n{done.stderr}"
-    return json.loads((root / "answer").read_text())
+    helper = "1" if "helper" in request.param else ""
+
+    def run(root: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PIER_HOME", str(root / "pier"))
+            patch.setenv("PIER_DOCKER_HELPER", helper)
+            done = in_world(_SCRIPT, root, str(root), str(root / "answer"))
+        assert (root / "answer").exists(), f"{done.stdout}\n{done.stderr}"
+
+    place = made_once(tmp_path_factory, f"compose-world{helper}", run)
+    return json.loads((place / "answer").read_text())
 
 
 def test_only_what_is_allowed_is_reached(outcome: dict[str, Any]) -> None:

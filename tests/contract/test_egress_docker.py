@@ -20,19 +20,12 @@ def helper(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def allowlist(helper: str, tmp_path_factory: pytest.TempPathFactory) -> World:
-    return _world("allowlist", ALLOWED, helper, tmp_path_factory)
+    return run_world("allowlist", ALLOWED, tmp_path_factory, "docker", helper)
 
 
 @pytest.fixture(scope="module")
 def none(helper: str, tmp_path_factory: pytest.TempPathFactory) -> World:
-    return _world("none", (), helper, tmp_path_factory)
-
-
-def _world(mode: str, hosts: tuple[str, ...], helper: str, factory: pytest.TempPathFactory) -> World:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIER_HOME", str(factory.mktemp("home") / "pier"))
-        patch.setenv("PIER_DOCKER_HELPER", helper)
-        return run_world(mode, hosts, factory.mktemp("world"), "docker")
+    return run_world("none", (), tmp_path_factory, "docker", helper)
 
 
 test_addresses_are_refused_at_once = same.test_addresses_are_refused_at_once

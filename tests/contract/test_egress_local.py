@@ -26,23 +26,17 @@ SECRET_PLACES = (
 
 @pytest.fixture(scope="module")
 def allowlist(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return _world("allowlist", ALLOWED, tmp_path_factory)
+    return run_world("allowlist", ALLOWED, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def none(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return _world("none", (), tmp_path_factory)
+    return run_world("none", (), tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def public(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return _world("public", (), tmp_path_factory)
-
-
-def _world(mode: str, hosts: tuple[str, ...], factory: pytest.TempPathFactory) -> World:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIER_HOME", str(factory.mktemp("home") / "pier"))
-        return run_world(mode, hosts, factory.mktemp("world"))
+    return run_world("public", (), tmp_path_factory)
 
 
 def outcomes(world: World, start: str) -> dict[str, str]:

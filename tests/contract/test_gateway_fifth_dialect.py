@@ -15,7 +15,7 @@ from pier.record import reader
 from pier.trajectory.derive import write_trajectory
 from pier.trajectory.model import read
 from pier.wire.checks import close_book
-from pier.wire.contract import AnswerProgress, Dialect, Route, need_list, need_str, take
+from pier.wire.contract import AnswerProgress, Dialect, Route, need_list, need_str, without
 from pier.wire.dialects import DIALECTS
 from pier.wire.sse import EventParser, EventRenderer, sse
 from pier.wire.turn import Delta, Message, Part, Request, Text, Turn, TurnEnd, TurnStart, Usage
@@ -24,8 +24,6 @@ from tests.gateway_fakes import HELLO, PATHS, fake_provider, post, request_body
 
 
 class PlainParser(EventParser):
-    dialect = "plain"
-
     def on_event(self, event: str | None, data: Mapping[str, Any]) -> Iterator[Delta]:
         if "begin" in data:
             yield TurnStart(data["begin"])
@@ -33,17 +31,14 @@ class PlainParser(EventParser):
         elif "more" in data:
             yield from self._grow(data["more"])
         else:
-            yield from self._shut()
+            yield from self._end_part()
             self.done = True
-            yield TurnEnd("end", Plain().read_usage(data.get("usage")))
+            yield TurnEnd("end", self.dialect.read_usage(data.get("usage")))
 
 
 class PlainRenderer(EventRenderer):
     def keep_alive(self) -> bytes:
         return b": alive\n\n"
-
-    def error(self, status: int, message: str, kind: str) -> bytes:
-        return sse({"error": message})
 
     def _begin(self, start: TurnStart) -> bytes:
         return sse({"begin": start.id})
@@ -62,6 +57,7 @@ class Plain(Dialect):
     """Texts, and nothing but texts."""
 
     name = "plain"
+    parser, renderer = PlainParser, PlainRenderer
     routes = (("POST", "/plain", "generate"),)
     answer_field = "texts"
     local_fields = "model texts stream"
@@ -73,7 +69,7 @@ class Plain(Dialect):
     def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
         texts = need_list(body.get("texts"), "texts")
         messages = tuple(Message("assistant" if n % 2 else "user", (Text(text),)) for n, text in enumerate(texts))
-        extra = take(body, "model", "texts", "stream")
+        extra = without(body, "model", "texts", "stream")
         model = need_str(body.get("model"), "model")
         return Request(model, messages, stream=bool(body.get("stream")), dialect=self.name, extra=extra)
 
@@ -86,12 +82,6 @@ class Plain(Dialect):
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
         return {"texts": [turn.text], "usage": [turn.usage.input_tokens, turn.usage.output_tokens]}
 
-    def stream_parser(self) -> PlainParser:
-        return PlainParser()
-
-    def stream_renderer(self, request: Request, route: Route | None = None) -> PlainRenderer:
-        return PlainRenderer()
-
     def error_body(self, status: int, message: str, kind: str) -> dict[str, Any]:
         return {"error": message}
 
@@ -99,7 +89,7 @@ class Plain(Dialect):
         counts = list(raw.values()) if isinstance(raw, dict) else raw
         return Usage(*counts) if isinstance(counts, list) else Usage()
 
-    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
+    def progress_of(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         if "usage" not in event:
             return AnswerProgress(error=event) if "error" in event else None
         return AnswerProgress(usage=dict(enumerate(event["usage"])), finished=True, done=True)

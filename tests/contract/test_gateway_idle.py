@@ -7,10 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.plain
-
 PROGRAM = """
 import asyncio, json, resource, sys
 from pathlib import Path

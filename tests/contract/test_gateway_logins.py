@@ -19,7 +19,6 @@ from pier.record.reader import read
 from tests.gateway_fakes import PATHS, STREAM_PATHS, post, request_body
 from tests.login_provider import CLAUDE_BETAS, USER_AGENTS, LoginProvider, jwt, login_provider, write_login
 
-pytestmark = pytest.mark.plain
 CLIENTS = {
     "claude-code": ("anthropic", "claude-sonnet-4-5"),
     "codex": ("responses", "gpt-5.1-codex"),
@@ -150,6 +149,7 @@ async def test_a_refresh_is_finished_when_its_agent_leaves(provider: LoginProvid
     assert not (path.parent / ".oauth_refresh.lock").exists()
 
 
+@pytest.mark.plain
 async def test_a_login_that_cannot_be_written_back_is_not_refreshed(provider: LoginProvider, tmp_path: Path) -> None:
     path = _expired("codex", tmp_path, provider)
     if os.geteuid() == 0:

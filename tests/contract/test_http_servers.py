@@ -19,8 +19,6 @@ from pier.network.sniff import Disagreement, Sniffer
 from tests import vhosts
 from tests.attacks import ALLOWED, ATTACKS, REFUSED, WORKS
 
-pytestmark = pytest.mark.plain
-
 
 @dataclass(frozen=True)
 class Server:

@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 
 from pier.image import ImageStore, build_image
-from pier.image.fetch import take_from_engine
-from pier.image.importing import import_image
-from pier.image.view import View, ViewEntry
+from pier.image.importing import import_image, take_from_engine
+from pier.image.layer_directories import View, ViewEntry
 from pier.network.policy import NONE
-from pier.sandbox.building import open_runner
+from pier.sandbox.opening import open_runner
 from tests.busybox import busybox_image
 from tests.engine import Engine, engine, missing
 from tests.image_rig import directory, entry, link

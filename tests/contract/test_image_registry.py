@@ -16,7 +16,7 @@ from aiohttp import web
 
 from pier.errors import ImageError
 from pier.image import ImageStore
-from pier.image.fetch import pull_image
+from pier.image.importing import pull_image
 from tests.image_rig import (
     ARCH,
     Pieces,

@@ -16,16 +16,14 @@ import pytest
 from pier.errors import ImageError
 from pier.idmap import IdMap
 from pier.image import Image, ImageStore, build_image
-from pier.image.adopt import remove_tree
-from pier.image.collect import collect
 from pier.image.importing import import_image
-from pier.image.packing import digest_layer, pack_layer
-from pier.image.unpack import unpack
-from pier.image.view import View
+from pier.image.layer_directories import View, remove_tree
+from pier.image.layer_tar import digest_layer, pack_layer, unpack
+from pier.image.store import collect
 from pier.lease import Lease
 from pier.network.policy import NONE
 from pier.sandbox import SandboxSpec, open_backend
-from pier.sandbox.building import SandboxRunner
+from pier.sandbox.opening import SandboxRunner
 from tests.busybox import busybox_image
 
 pytestmark = pytest.mark.plain

@@ -17,6 +17,7 @@ from pier.view.pages import Pages
 from pier.view.render import Links, render
 from tests.job_tasks import make_task, pier, trials_of
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"harbor": "harbor", "datacurve-pier": "pier"}
 

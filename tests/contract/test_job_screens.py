@@ -9,8 +9,6 @@ import pytest
 
 from tests.job_tasks import make_task, pier, trials_of
 
-pytestmark = pytest.mark.plain
-
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

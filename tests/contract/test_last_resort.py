@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pier.lease import Lease
-from pier.network import last_resort, udp
+from pier.network import plumbing, udp
 from pier.network.netlink import Netlink
 from pier.network.policy import Decision, NetworkPolicy
 from pier.sandbox import Sandbox, SandboxSpec, open_backend
@@ -100,7 +100,7 @@ async def test_attempts_are_told_after_the_policy_changed_and_after_a_snapshot(
 
 def test_a_frame_that_is_put_on_the_loopback_device_is_told() -> None:
     def put_frame() -> bytes:
-        (telling, _) = last_resort.listen()
+        (telling, _) = plumbing.listen_for_refused()
         there, here = ipaddress.ip_address("192.0.2.9"), ipaddress.ip_address("10.9.9.9")
         packet = udp.answer(udp.Datagram("udp", there, 6, here, 5, b"", b""), b"hello")
         with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM) as sock:
@@ -113,10 +113,8 @@ def test_a_frame_that_is_put_on_the_loopback_device_is_told() -> None:
 
 def test_a_kernel_that_cannot_tell_leaves_no_route(monkeypatch: pytest.MonkeyPatch) -> None:
     def try_it() -> bytes:
-        monkeypatch.setattr(
-            last_resort, "_LISTEN", b"".join((last_resort._LISTEN[:4], b"\1\x63", last_resort._LISTEN[6:]))
-        )
-        assert last_resort.listen() == []
+        monkeypatch.setattr(plumbing, "_LISTEN", b"".join((plumbing._LISTEN[:4], b"\1\x63", plumbing._LISTEN[6:])))
+        assert plumbing.listen_for_refused() == []
         with socket.socket() as sock:
             return str(sock.connect_ex(("192.0.2.7", 80))).encode()
 

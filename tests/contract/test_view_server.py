@@ -21,8 +21,6 @@ from pier.view.notes import read_notes
 from pier.view.server import Viewer
 from tests.view_jobs import conversation, tool_step, trajectory, viewing, write_file, write_job, write_result
 
-pytestmark = pytest.mark.plain
-
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> Path:

@@ -77,7 +77,6 @@ def test_an_agent_calls_its_own_provider(name: str, tmp_path: Path, monkeypatch:
     assert kept == []
 
 
-@pytest.mark.plain
 @pytest.mark.parametrize("name", ["pi", "aider", "kimi", "cline", "copilot", "nop", "oracle"])
 def test_agents_that_cannot_are_refused(name: str, tmp_path: Path) -> None:
     make_task(tmp_path / "task")

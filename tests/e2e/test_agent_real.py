@@ -19,9 +19,12 @@ import pytest
 import yaml
 
 from pier.agent.contract import AGENTS, find_agent
+from pier.record import reader
 from pier.trajectory.model import Trajectory, read
 from pier.trajectory.native.convert import READERS, find_sessions, trajectory_of
 from pier.trajectory.rules import validate_file
+from pier.wire.dialects import DIALECTS
+from pier.wire.headers import passed_headers
 from tests.agent_rig import FOUR, PACKS, ROOT, need_pack
 from tests.busybox import add_program, add_python, busybox_image
 from tests.engine import Engine, engine, missing
@@ -110,6 +113,9 @@ def check(name: str, result: dict[str, Any], turns: int) -> None:
     assert result["agent_info"]["name"] == find_agent(name).name and result["agent_info"]["version"]
     place = result["directory"] / "agent" / "trajectory.json"
     assert validate_file(place) == []
+    for call in reader.read(place.parent).calls:
+        _, dropped = passed_headers(DIALECTS[call.dialect], call.headers.items())
+        assert set(dropped) <= {"accept-language", "sec-fetch-mode"}, "a provider gets what the agent means to send"
     written.append(place)
     wire = read(place)
     numbers = [*range(1, turns + 1), *([turns] if name == TERMINUS else [])]

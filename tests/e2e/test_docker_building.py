@@ -22,7 +22,7 @@ from pier.network.policy import NONE, NetworkPolicy
 from pier.sandbox import SandboxSpec, open_backend
 from pier.sandbox.contract import BuildOrder
 from pier.sandbox.docker.building import built_name
-from pier.sandbox.docker.ours import collect_ours
+from pier.sandbox.docker.images import collect_pier_images
 from tests.compose_tasks import IMAGE, bash_image, import_bash_image
 from tests.engine import Engine, engine, missing
 from tests.engine_proxy import without_buildkit
@@ -171,8 +171,8 @@ async def test_an_engine_builds_with_progress_and_once(builder: Builder, tmp_pat
                     with pytest.raises(PolicyError, match="may not keep a build without a network"):
                         await backend.build_image(replace(order, network=NONE))
                 assert not (await sandbox.exec(["test", "-e", "/not-wanted"])).ok
-                assert await collect_ours() == []
-            assert [one.reference for one in await collect_ours()] == [image.reference]
+                assert await collect_pier_images() == []
+            assert [one.reference for one in await collect_pier_images()] == [image.reference]
             await _check_refusals(backend.build_image, order)
 
 

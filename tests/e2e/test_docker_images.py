@@ -19,8 +19,7 @@ from pier.errors import ImageError, SandboxError
 from pier.lease import Lease
 from pier.sandbox import SandboxSpec, open_backend
 from pier.sandbox.docker.client import Client
-from pier.sandbox.docker.images import EngineImages, our_name
-from pier.sandbox.docker.ours import collect_ours, list_ours, pull_there
+from pier.sandbox.docker.images import EngineImages, collect_pier_images, engine_name, list_pier_images, pull_there
 from tests.busybox import busybox_image
 from tests.compose_tasks import TOML, docker_bench
 from tests.engine import Engine, engine, missing
@@ -91,22 +90,22 @@ async def test_an_image_is_brought_once_and_kept_while_a_container_is_made(docke
     try:
         many = [EngineImages(client) for _ in range(4)]
         names = await asyncio.gather(*(images.ensure(image) for images in many))
-        assert set(names) == {our_name(image)}
-        assert len(docker.docker("images", "-aq", our_name(image)).split()) == 1
+        assert set(names) == {engine_name(image)}
+        assert len(docker.docker("images", "-aq", engine_name(image)).split()) == 1
         assert docker.docker("images", "-q", "--filter", "dangling=true") == ""
         async with many[0].held(image):
-            assert await collect_ours() == []
+            assert await collect_pier_images() == []
     finally:
         await client.close()
     with Lease() as lease:
         async with open_backend("docker", lease) as backend:
             async with await backend.start(SandboxSpec(image)):
-                assert await collect_ours() == []
-                (found,) = await list_ours()
+                assert await collect_pier_images() == []
+                (found,) = await list_pier_images()
                 assert found.in_use
-                assert await collect_ours(max_size=found.size) == []
-    assert await collect_ours(max_size=1 << 40) == []
-    assert [one.reference for one in await collect_ours()] == [our_name(image)]
+                assert await collect_pier_images(max_size=found.size) == []
+    assert await collect_pier_images(max_size=1 << 40) == []
+    assert [one.reference for one in await collect_pier_images()] == [engine_name(image)]
 
 
 async def test_a_container_costs_four_calls_and_tells_what_it_wrote(
@@ -144,10 +143,10 @@ async def test_a_container_costs_four_calls_and_tells_what_it_wrote(
             async with await backend.start(SandboxSpec(image)):
                 pass
             assert calls == ["POST", "POST", "GET", "DELETE"]
-            docker.docker("rmi", our_name(image))
+            docker.docker("rmi", engine_name(image))
             async with await backend.start(SandboxSpec(image)) as sandbox:
                 assert (await sandbox.exec(["true"])).ok
-    docker.docker("rmi", our_name(image))
+    docker.docker("rmi", engine_name(image))
 
 
 async def test_what_the_engine_lacks_is_refused_before_anything_starts(docker: Engine, tmp_path: Path) -> None:

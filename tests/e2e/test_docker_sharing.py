@@ -16,7 +16,7 @@ from pier.lease import Lease
 from pier.sandbox import SandboxSpec, open_backend
 from pier.sandbox.contract import Mount
 from pier.sandbox.docker.client import Client
-from pier.sandbox.docker.ours import collect_our_volumes
+from pier.sandbox.docker.images import collect_pier_volumes
 from pier.sandbox.docker.volumes import PackVolumes
 from tests.busybox import busybox_image
 from tests.compose_tasks import IMAGE, TOML, import_bash_image
@@ -95,7 +95,7 @@ async def test_a_volume_that_somebody_prunes_stays_with_a_run(
                     assert (await sandbox.exec(["/pack/tool"])).text == "here\n"
                 docker.docker("volume", "prune", "-f")
                 monkeypatch.setenv("PIER_HOME", str(tmp_path / "another"))
-                assert await collect_our_volumes() == []
+                assert await collect_pier_volumes() == []
                 monkeypatch.undo()
                 monkeypatch.setenv("DOCKER_HOST", address)
         assert lease.held() == []

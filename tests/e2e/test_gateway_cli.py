@@ -25,8 +25,6 @@ from pier.record import reader
 from pier.wire.turn import Request
 from tests.gateway_fakes import HELLO, PATHS, STREAM_PATHS, fake_provider, post, request_body, says, streams
 
-pytestmark = pytest.mark.plain
-
 
 @contextmanager
 def serving(*args: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:

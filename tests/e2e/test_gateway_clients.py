@@ -90,8 +90,9 @@ async def test_a_python_client_with_every_upstream(library: str, tmp_path: Path)
         expected = [[HELLO.text, [], [11, 7]], ["", call, [20, 9]], [SUM.text, [], [30, 5]]]
         for kind, answers in zip(made, found["answers"], strict=True):
             assert answers == expected * 2, kind
-            outcomes = [call.outcome for call in reader.read(tmp_path / f"{kind}.jsonl").generations()]
-            assert outcomes == ["ok"] * 6
+            calls = reader.read(tmp_path / f"{kind}.jsonl").generations()
+            assert [call.outcome for call in calls] == ["ok"] * 6
+            assert not any(attempt.dropped for call in calls for attempt in call.attempts)
         check_exact(tmp_path / "policy.jsonl", 6)
         assert "1 of 1 turns" in found["refused"]
         outcomes = [call.outcome for call in reader.read(tmp_path / "short.jsonl").generations()]
@@ -114,11 +115,17 @@ async def test_the_node_clients_with_every_upstream(tmp_path: Path) -> None:
     async with fake_provider(thinks(think)) as fake, Gateway() as gateway:
         url = await gateway.serve()
         upstreams = [fake.provider(kind) for kind in libraries]
-        made = [gateway.session("m", upstream=upstream) for upstream in upstreams]
+        made = [
+            gateway.session("m", upstream=upstream, recording=tmp_path / f"{upstream.dialects[0]}.jsonl")
+            for upstream in upstreams
+        ]
         made.append(gateway.session("m", upstream=policy, recording=tmp_path / "policy.jsonl"))
         made.append(gateway.session(f"script:{tmp_path / 'script.json'}", recording=tmp_path / "calls.jsonl"))
         job = {"sessions": [{"url": url, "key": session.key, "model": "m"} for session in made]}
         assert await run_client(command, job, cwd=CLIENTS) == [expected] * 6
+        calls = [call for kind in libraries for call in reader.read(tmp_path / f"{kind}.jsonl").generations()]
+        dropped = {name for call in calls for attempt in call.attempts for name in attempt.dropped}
+        assert dropped <= {"accept-language", "sec-fetch-mode"}
         await made[-2].close()
         check_exact(tmp_path / "policy.jsonl", 12)
         again = gateway.session(f"replay:{tmp_path / 'calls.jsonl'}")

@@ -12,7 +12,7 @@ from pier.idmap import IdMap
 from pier.image import Image, ImageStore, build_image
 from pier.image.importing import import_image
 from pier.sandbox import SandboxSpec
-from pier.sandbox.building import SandboxRunner, open_runner
+from pier.sandbox.opening import SandboxRunner, open_runner
 from tests.debian import Unavailable, debian_archive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

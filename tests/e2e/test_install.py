@@ -12,6 +12,7 @@ import pytest
 
 from pier import __version__
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 DEVELOPMENT = {"pytest", "ruff", "pyright", "hypothesis", "import-linter", "playwright", "mkdocs"}
 
@@ -25,6 +26,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 def test_a_checkout_installs_into_a_fresh_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wheel under 2 MB with the packaged files, no development tools, and a first graded trial; its extras resolve,
     and pipx runs it."""
+    monkeypatch.setenv("PIP_NO_COMPILE", "no")  # pip reads this as: do not compile
     checkout = tmp_path / "checkout"
     shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "jobs", "__pycache__"), symlinks=True)
     run(sys.executable, "-m", "venv", ".venv", cwd=checkout)

@@ -157,7 +157,7 @@ def test_errors_are_no_zeros_and_can_be_retried(tmp_path: Path, tasks: Path) -> 
         (["-p", "tasks", "--image", "nosuch:latest!"], "'latest!' is not a tag"),
         (["-p", "tasks", "--override-gpus", "1"], "no GPUs"),
         (["-p", "tasks", "-a", "command"], "needs a command or a script"),
-        (["-p", "tasks", "-a", "command", "--ak", "command=5"], "must be a text or a list"),
+        (["-p", "tasks", "-a", "command", "--ak", "command=5"], "expected a string or a list"),
         (["-p", "tasks", "-a", "command", "--ak", "script=gone.sh"], "gone.sh"),
         (["-p", "tasks", "-a", "codex", "-m", "openai/gpt-5", "--ak", "config_toml=["], "not TOML"),
     ],

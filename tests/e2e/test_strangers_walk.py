@@ -55,7 +55,7 @@ def stranger() -> Iterator[tuple[Path, list[str], dict[str, str]]]:
         subprocess.run([python, "-m", "venv", "--without-pip", home / "venv"], check=True)
         pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "--python", home / "venv/bin/python"]
         subprocess.run([*pip, "wheel", "--no-deps", "-w", home / "dist", checkout], check=True)
-        subprocess.run([*pip, "install", *(home / "dist").glob("*.whl")], check=True)
+        subprocess.run([*pip, "install", "--no-compile", *(home / "dist").glob("*.whl")], check=True)
         (home / "work").mkdir()
         shutil.move(checkout / "examples", home / "work" / "examples")
         shutil.rmtree(checkout)

@@ -15,6 +15,7 @@ from pier.rollout.state import State
 from tests.contract.test_cli_agent_env import LOOP, environment
 from tests.policies import END, BytePolicy, says
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PEER = ROOT / ".cache" / "peers" / "trainers"
 

@@ -18,7 +18,7 @@ from tests.busybox import busybox_image
 from tests.engine import Engine, engine, missing
 from tests.job_tasks import pier
 
-pytestmark = [pytest.mark.docker, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ROOT / "examples" / "tasks"

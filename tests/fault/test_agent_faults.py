@@ -6,7 +6,7 @@ Packs as in `test_agent_real`. How a trial ended is told from the wire, so each 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from pier.gateway.providers import Provider
 from pier.gateway.script import Script
 from pier.gateway.server import Gateway
 from pier.gateway.session import Policy, Session
-from pier.sandbox.contract import Sandbox
+from pier.sandbox.contract import Process, Result, Sandbox
 from pier.trial.result import TrialResult
 from pier.trial.spec import AgentChoice
 from pier.wire.turn import Delta, PartDelta, PartStart, Request, StreamError, Text, TurnStart
@@ -31,8 +31,6 @@ from tests.gateway_fakes import Behaviour, fake_provider, replies, streams
 from tests.trial_runs import open_bench, write_task
 
 KILL = f"for p in /proc/[0-9]*; do readlink $p/exe | grep -q ^{PACK_PATH}/bin/ && kill -9 ${{p#/proc/}}; done"
-SLOW = ("opencode",)
-"""Agents that take seconds to start."""
 GO_ON = [{"shell": f"echo turn {n} >> /app/turns"} for n in range(1, 30)]
 
 
@@ -54,6 +52,18 @@ async def trial(name: str, model: Policy, root: Path, *, seconds: float = 240, *
         bench.services = replace(bench.services, gateway=gateway)
         task = write_task(root / "task")
         return await bench.run(task, AgentChoice(name, "m", timeout=seconds, **choice))
+
+
+def end_soon_after(patch: pytest.MonkeyPatch, reached: Callable[[], bool], seconds: float = 3) -> None:
+    """Let the deadlines of agents pass `seconds` after a condition is reached, whatever they are."""
+    until_deadline = contract._until_deadline
+
+    async def until_soon(process: Process, waiting: asyncio.Future[Result], _: float | None, soft_stop: int) -> Result:
+        while not (reached() or waiting.done()):
+            await asyncio.sleep(0.05)
+        return await until_deadline(process, waiting, seconds, soft_stop)
+
+    patch.setattr(contract, "_until_deadline", until_soon)
 
 
 async def break_off(request: Request) -> AsyncIterator[Delta]:
@@ -80,15 +90,16 @@ def calls(result: TrialResult) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", FOUR)
-async def test_a_model_that_never_answers(name: str, tmp_path: Path) -> None:
+async def test_a_model_that_never_answers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = asyncio.Event()
+    end_soon_after(monkeypatch, asked.is_set)
 
     async def silent(request: Request) -> str:
         asked.set()
         await asyncio.sleep(3600)
         return ""
 
-    result = await trial(name, silent, tmp_path, seconds=60 if name in SLOW else 30)
+    result = await trial(name, silent, tmp_path)
     assert asked.is_set()
     assert told(result) == ("provider_no_answer", "provider")
     assert set(calls(result)) == {"cancelled"}
@@ -113,8 +124,15 @@ async def test_an_answer_that_breaks_off_is_asked_for_again(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", FOUR)
-async def test_a_provider_that_always_breaks_off(name: str, tmp_path: Path) -> None:
-    result = await trial(name, break_off, tmp_path, seconds=60 if name in SLOW else 30)
+async def test_a_provider_that_always_breaks_off(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Request] = []
+    end_soon_after(monkeypatch, lambda: len(asked) > 1)
+
+    def model(request: Request) -> AsyncIterator[Delta]:
+        asked.append(request)
+        return break_off(request)
+
+    result = await trial(name, model, tmp_path)
     assert told(result) == ("provider_error", "provider")
     assert result.exception_info is not None and result.exception_info.retryable
     assert calls(result).get("answered") is None
@@ -153,7 +171,15 @@ async def running(sandbox: Sandbox) -> int:
 async def test_an_agent_ends_by_itself_when_it_is_asked_to(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "GRACE", 110.0)
     monkeypatch.setattr(contract, "SHARE", 1.0)
-    async with stage(name, Script.parse([{"text": "late", "delay": 3600}])) as (sandbox, session):
+    asked = asyncio.Event()
+    end_soon_after(monkeypatch, asked.is_set, seconds=111)
+
+    async def late(request: Request) -> str:
+        asked.set()
+        await asyncio.sleep(3600)
+        return ""
+
+    async with stage(name, late) as (sandbox, session):
         result = await find_agent(name)().run(sandbox, run_of(session, 120))
         assert result.timed_out and result.exit_code != 137
         assert await running(sandbox) == 0
@@ -206,7 +232,9 @@ class Served(Gateway):
 
 @pytest.mark.parametrize("fault", FAILING)
 @pytest.mark.parametrize("name", FOUR[:2])
-async def test_a_provider_that_fails_leaves_no_reward(name: str, fault: str, tmp_path: Path) -> None:
+async def test_a_provider_that_fails_leaves_no_reward(
+    name: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need_pack(name)
     retry = Retry(attempts=2, first=0.01, longest=0.02)
     async with open_bench(tmp_path / "trials") as bench, fake_provider(FAILING[fault]) as fake:
@@ -215,6 +243,7 @@ async def test_a_provider_that_fails_leaves_no_reward(name: str, fault: str, tmp
             bench.services = replace(bench.services, gateway=gateway)
             good = "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"
             task = write_task(tmp_path / "task", test=good)
-            result = await bench.run(task, AgentChoice(name, "m", timeout=30))
+            end_soon_after(monkeypatch, lambda: len(fake.asked) > 3)
+            result = await bench.run(task, AgentChoice(name, "m", timeout=240))
     assert told(result) == ("provider_error", "provider") and result.rewards is None
     assert fake.asked and calls(result).get("answered") is None

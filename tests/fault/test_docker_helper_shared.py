@@ -17,8 +17,7 @@ from pier.sandbox import open_backend
 from pier.sandbox.contract import SandboxSpec
 from pier.sandbox.docker.client import connect
 from pier.sandbox.docker.helper import open_helper
-from pier.sandbox.docker.helper_box import HELPER, HelperBox
-from pier.sandbox.docker.runtime import Runtime, find_runtime
+from pier.sandbox.docker.runtime import HELPER, HelperBox, Runtime, find_runtime
 from tests.busybox import busybox_image
 from tests.engine import Engine, engine, missing
 from tests.job_tasks import PATIENCE, pier, wait_for
@@ -41,15 +40,14 @@ def runtime() -> Runtime:
 def docker() -> Iterator[Engine]:
     with engine() as running:
         yield running
+        running.wait_for_no_helper()
         assert running.containers() == []
 
 
 @pytest.fixture(autouse=True)
-def through_a_helper(docker: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def through_a_helper(docker: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", docker.url)
     monkeypatch.setenv("PIER_DOCKER_HELPER", "1")
-    yield
-    docker.wait_for_no_helper()
 
 
 def test_processes_that_start_at_once_share_one_and_outlive_each_other(

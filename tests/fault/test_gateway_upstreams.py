@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -136,8 +137,9 @@ async def test_an_error_page_is_retried_and_then_an_error(client: str, stream: b
     page = replies(502, HTML, {"Content-Type": "text/html"})
     case, answer = await run(tmp_path, client, client, stream, page, "")
     assert answer[0] == 502
-    assert len(case.fake.asked) == QUICK.attempts
-    assert [attempt.wait is None for attempt in case.call().attempts] == [False] * 5 + [True]
+    assert len(case.fake.asked) == QUICK.attempts + 1
+    assert [asked.headers["User-Agent"] == "pier" for asked in case.fake.asked] == [False] * 6 + [True]
+    assert [attempt.wait is None for attempt in case.call().attempts] == [False] * 6 + [True]
     assert case.session.meter.turns == 0
 
 
@@ -373,27 +375,26 @@ class StuckReader(Exchange):
     """An exchange whose agent takes the first sign of life only after a while."""
 
     def __init__(self) -> None:
-        self.stream, self.ended, self.sign_of_life = True, False, b"sign"
+        self.sign_of_life, self.caller = b"sign", SimpleNamespace(request=self)
         self._keep_alive, self._last_write = 0.01, 0.0
-        self.signs = 0
-        self.reads = asyncio.Event()
+        self.signs, self.full = 0, False
 
-    async def start(self, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    def start(self, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         pass
 
-    async def write(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         self.signs += 1
-        if self.signs == 1:
-            await self.reads.wait()
+        self.full = self.signs == 1
 
 
 async def test_an_agent_that_reads_late_still_gets_signs_of_life() -> None:
     stuck = StuckReader()
-    async with asyncio.timeout(60), stuck.kept_alive():
-        while not stuck.signs:
-            await asyncio.sleep(0.01)
+    async with asyncio.timeout(60):
+        stuck._show_life(asyncio.get_running_loop())
         await asyncio.sleep(0.1)
         assert stuck.signs == 1
-        stuck.reads.set()
+        stuck.full = False
         while stuck.signs < 3:
             await asyncio.sleep(0.01)
+        assert stuck._beat
+        stuck._beat.cancel()

@@ -197,12 +197,13 @@ async def test_a_kept_connection_that_the_provider_gave_up_costs_no_call(stream:
 
 
 async def test_a_new_connection_that_breaks_is_a_fault(tmp_path: Path) -> None:
-    """Only a connection that had served before is replaced beyond the attempts that are allowed."""
+    """Only a connection that had served before is replaced beyond the attempts that are allowed, and the last request,
+    which is asked again without the agent's headers."""
     async with raw_provider(says=b"", close=True) as raw, Gateway(retry=Retry(attempts=1)) as gateway:
         url = await gateway.serve()
         session = gateway.session("m", upstream=Provider("raw", raw.url, ("chat",)))
         assert (await post(url, PATHS["chat"], session.key, request_body("chat")))[0] == 502
-        assert raw.connections == 1
+        assert raw.connections == 2 and [b"aiohttp" in head for head in raw.heads] == [True, False]
 
 
 async def test_connections_that_nobody_uses_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +304,47 @@ async def test_a_proxy_of_the_environment_is_used(tmp_path: Path, monkeypatch: p
         async with raw_provider() as near:
             assert await ask(near, tmp_path, times=1) == [(200, ANSWER)]
             assert len(near.heads) == 1
+
+
+@asynccontextmanager
+async def tunnels() -> AsyncIterator[tuple[str, list[bytes]]]:
+    """A proxy that connects to wherever it is asked to: its address, and the heads of the requests."""
+    heads: list[bytes] = []
+
+    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            sink.write(data)
+        sink.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        host, port = heads[-1].split()[1].decode().split(":")
+        far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", heads
+    finally:
+        server.close()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
+async def test_tls_goes_through_a_proxy_with_a_password(
+    certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate.with_suffix(".crt"), certificate)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate.with_suffix(".crt")))
+    async with raw_provider(tls=context) as raw, tunnels() as (proxy, heads):
+        monkeypatch.setenv("https_proxy", f"http://user:secret@{proxy}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        assert await ask(raw, tmp_path, times=2) == [(200, ANSWER)] * 2
+        assert [head.split(b" ")[0] for head in heads] == [b"CONNECT"]
+        assert b"proxy-authorization: basic dxnlcjpzzwnyzxq=" in heads[0].lower()
+        assert all(b"proxy-authorization" not in head.lower() for head in raw.heads)
 
 
 async def test_five_hundred_streams_at_once(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pier.agent.oracle import NopAgent
 from pier.errors import AgentError, PierError
 from pier.gateway import Gateway
 from pier.gateway.budget import Retry
+from pier.gateway.logins import CodexLogin
 from pier.gateway.session import Session
 from pier.record import reader
 from pier.trial.agent import find_fault
@@ -205,7 +207,8 @@ async def test_a_passing_fault_inside_an_answer_is_never_seen(
 
 async def test_a_fault_that_was_followed_by_an_answer_is_none(tmp_path: Path) -> None:
     async with fake_provider(says(HELLO)) as fake, run(tmp_path, fake) as agent:
-        fake.then = [replies(401, b"{}"), replies(500, b"{}"), replies(500, b"{}")]
+        error = b'{"error": {"message": "no"}}'
+        fake.then = [replies(401, error), replies(500, error), replies(500, error)]
         assert [(await agent.ask())[0] for _ in range(3)] == [401, 500, 200]
         assert await agent.judge() is None
 
@@ -308,23 +311,75 @@ async def test_a_refusal_of_what_the_agent_itself_chose_is_the_agents(
             assert await agent.judge() is None
 
 
-async def test_headers_that_speak_for_another_account_do_not_pass(tmp_path: Path) -> None:
-    """A provider would refuse them with the status of a wrong key."""
-    names = (
-        "OpenAI-Organization",
-        "OpenAI-Project",
-        "x-goog-user-project",
-        "X-HTTP-Method-Override",
-        "CF-Connecting-IP",
-    )
+async def test_only_headers_that_clients_send_pass(tmp_path: Path) -> None:
+    """A provider, or a server in front of it, would refuse others with the status of a wrong key or an outage."""
+    names = {
+        *("openai-organization", "openai-project", "x-goog-user-project", "x-http-method-override"),
+        *("cf-connecting-ip", "cdn-loop", "range", "if-match", "max-forwards", "x-original-url", "x-mine", "cookie"),
+        *("accept-language", "anthropic-beta"),
+    }
+    kept = {"X-Title": "kept", "x-stainless-lang": "python", "OpenAI-Beta": "a=1", "Accept": "text/event-stream"}
     async with fake_provider() as fake, run(tmp_path, fake) as agent:
-        headers = dict.fromkeys(names, "mine")
-        status, _, _ = await post(
-            agent.url, PATHS["chat"], agent.session.key, request_body("chat"), **headers, **{"X-Mine": "kept"}
-        )
+        headers = {**dict.fromkeys(names, "mine"), "Idempotency-Key": "k" * 5000, "http-referer": "ü", **kept}
+        status, _, _ = await post(agent.url, PATHS["chat"], agent.session.key, request_body("chat"), **headers)
         assert status == 200
         sent = {name.lower(): value for name, value in fake.asked[0].headers.items()}
-        assert sent["x-mine"] == "kept" and not {name.lower() for name in names} & set(sent)
+    assert set(sent) - {"host", "content-length", "authorization", "content-type", "accept-encoding"} == {
+        *("x-title", "x-stainless-lang", "openai-beta", "accept", "user-agent")
+    }
+    assert sent["content-type"] == "application/json" and sent["openai-beta"] == "a=1"
+    (call,) = reader.read(tmp_path).generations()
+    assert set(call.attempts[0].dropped) == names | {"idempotency-key", "http-referer"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "refusal", "code"),
+    [
+        ("User-Agent", "Python-urllib/3.11", (403, b"error code: 1010"), None),
+        ("X-Stainless-Lang", "() { :; }", (500, b"<html>"), None),
+        ("OpenAI-Beta", "fast", (429, b'{"error": {"message": "not in your plan"}}'), None),
+        ("X-Title", "mine", (403, b'{"error": {"message": "not for you"}}'), None),
+        ("X-Stainless-Lang", "py", (401, b'{"error": {"message": "no such key"}}'), "provider_error"),
+    ],
+)
+async def test_a_refusal_that_ends_without_the_agents_headers_is_none(
+    name: str, value: str, refusal: tuple[int, bytes], code: str | None, tmp_path: Path
+) -> None:
+    async def behave(request: Any, raw: bytes) -> Any:
+        return await (replies(*refusal) if request.headers.get(name) == value else says(HELLO))(request, raw)
+
+    async with fake_provider(behave) as fake, run(tmp_path, fake) as agent:
+        headers = {name: value}
+        status, _, _ = await post(agent.url, PATHS["chat"], agent.session.key, request_body("chat"), **headers)
+        found = await agent.judge()
+        assert (status, found.code if found else None) == (refusal[0] if code else 200, code)
+        assert fake.asked[-1].headers["User-Agent"].startswith("Python/" if code else "pier")
+    (call,) = reader.read(tmp_path).generations()
+    assert code or name.lower() in call.attempts[-1].dropped
+
+
+@pytest.mark.parametrize(("login", "found"), [(False, "agent"), (True, "provider")])
+async def test_what_a_plain_request_is_refused_for_decides(login: bool, found: str, tmp_path: Path) -> None:
+    """Not with a login: its provider may refuse whatever its own client does not send."""
+
+    async def behave(request: Any, raw: bytes) -> Any:
+        beta = request.headers.get("OpenAI-Beta")
+        return await replies(503 if beta else 400, b'{"error": {"message": "no"}}')(request, raw)
+
+    async with fake_provider(behave) as fake, Gateway(retry=QUICK) as gateway:
+        provider = fake.provider("chat")
+        if login:
+            provider = replace(provider, login=OpenLogin(None, {"PIER_OPENAI_LOGIN_URL": fake.url}, "token"))
+        session = gateway.session("m", upstream=provider, recording=tmp_path / "recording.jsonl")
+        headers = {"OpenAI-Beta": "x", "User-Agent": "codex-cli"}
+        await post(await gateway.serve(), PATHS["chat"], session.key, request_body("chat"), **headers)
+        assert fake.asked[-1].headers["User-Agent"] == ("codex-cli" if login else "pier")
+    (call,) = reader.read(tmp_path).generations()
+    assert call.fault == found
+
+
+class OpenLogin(CodexLogin):
+    dialect = "chat"
 
 
 def test_pauses_are_read_wherever_providers_write_them() -> None:

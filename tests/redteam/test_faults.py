@@ -20,7 +20,8 @@ from pier.network import outside
 from pier.network.outside import Outside, Unreachable
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend, Mount, SandboxSpec
-from pier.sandbox.docker import holding, images
+from pier.sandbox.docker import client as client_module
+from pier.sandbox.docker import images
 from pier.sandbox.docker.client import Client
 from pier.sandbox.docker.images import EngineImages
 from pier.sandbox.host import host_image
@@ -166,7 +167,7 @@ async def test_an_image_that_cannot_be_sent_holds_no_lock(
     reply: Reply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(images, "ANSWER_SECONDS", 2.0)
-    monkeypatch.setattr(holding, "STALL_SECONDS", 2.0 if reply is _stall else PATIENCE)
+    monkeypatch.setattr(client_module, "STALL_SECONDS", 2.0 if reply is _stall else PATIENCE)
     image = _large_image(tmp_path / "image")
     async with false_engine(tmp_path / "engine.sock", reply) as client:
         for _ in range(2):

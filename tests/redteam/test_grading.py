@@ -303,6 +303,13 @@ async def test_files_that_shadow_the_runner_are_noted(place: str, tmp_path: Path
             "node_modules/.bin/jest": "runner",
             "pyproject.toml": "runner",
             "evil.dist-info/entry_points.txt": "runner",
+            "pkg/pytest.py": "module",
+            "dotted/pyproject.toml": "runner",
+            "inline/pyproject.toml": "runner",
+            "returns/tox.ini": "runner",
+            "evil.egg-info/entry_points.txt": "runner",
+            "escaped/package.json": "runner",
+            "sub/.pytest.toml": "pytest",
         }
         harmless = [
             "model.pth",
@@ -311,16 +318,24 @@ async def test_files_that_shadow_the_runner_are_noted(place: str, tmp_path: Path
             "code/solution.py",
             "tests/test_x.py",
             "package.json",
+            "__init__.py",
+            "pkg/pyproject.toml",
         ]
         files = " ".join(f"/app/{name}" for name in (*steering, *harmless))
         sections = {
             "pyproject.toml": "[tool.pytest.ini_options]",
             "evil.dist-info/entry_points.txt": "[pytest11]",
+            "evil.egg-info/entry_points.txt": " [pytest11]",
+            "dotted/pyproject.toml": 'tool.pytest.ini_options.addopts = "-x"',
+            "inline/pyproject.toml": 'tool = {"p\\u0079test" = {ini_options = {addopts = "-x"}}}',
+            "pkg/pyproject.toml": '[tool.poetry]\n[dependency-groups]\ndev = ["pytest"]',
+            "returns/tox.ini": "[tox]\r[pytest]\raddopts=-x",
+            "escaped/package.json": '{"je\\u0073t": {}}',
             "package.json": '{"devDependencies": {"jest": "^29"}}',
         }
         solve = f"for f in {files}; do mkdir -p ${{f%/*}}; echo x > $f; done"
         for name, text in sections.items():
-            solve += f"; echo '{text}' > /app/{name}"
+            solve += f"; printf '%s\\n' '{text}' > /app/{name}"
         test = f"for f in {files}; do test -f $f || exit; done; echo 1 > /logs/verifier/reward.txt"
         result = await graded(bench, tmp_path / "t", solve, test, '["/app"]')
         assert result.rewards == {"reward": 1}, "nothing is taken away"

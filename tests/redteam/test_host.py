@@ -935,6 +935,41 @@ async def test_what_serves_a_sandbox_is_not_killed_for_its_commands(place: str) 
         assert (await sandbox.exec("echo alive", timeout=PATIENCE)).text == "alive\n"
 
 
+LASTING = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+message = ctypes.create_string_buffer(bytes(8192), 8200)
+message[0] = 1
+for _ in range(20000):
+    if not os.fork():
+        place = libc.shmget(0, ctypes.c_size_t(1 << 15), 0o1666)
+        if place >= 0:
+            ctypes.memset(libc.shmat(place, None, 0), 1, 1 << 15)
+        queue = libc.msgget(0, 0o1666)
+        while queue >= 0 and libc.msgsnd(queue, message, ctypes.c_size_t(8192), 0o4000) == 0:
+            pass
+        os._exit(place < 0 and queue < 0)
+    if os.wait()[1] == 256:
+        break
+"""
+
+
+@route(
+    "host", "memory is taken that belongs to no process: System V segments and messages, /dev/shm", "limited to a part"
+)
+@everywhere
+async def test_memory_without_a_process_does_not_kill_a_sandbox(place: str) -> None:
+    async with started(place, Limits(memory=64 * MEGABYTE)) as (_, sandbox):
+        limits = (await sandbox.exec("cat /proc/sys/kernel/shmall /proc/sys/kernel/msgmni", timeout=PATIENCE)).text
+        assert limits.split() == [str(2 * 1024), str(256)]
+        for _ in range(3 if place == "local" else 0):  # the image of containers has no python
+            await sandbox.exec(["/usr/bin/python3", "-c", LASTING], timeout=PATIENCE)
+        await sandbox.exec("dd if=/dev/zero of=/dev/shm/x bs=4k", timeout=PATIENCE)
+        await sandbox.kill_all()
+        assert (await sandbox.exec("echo alive", timeout=PATIENCE)).text == "alive\n"
+
+
 @route("host", "a task without limits runs", "half of the memory and of the free disk, and 4,096 processes")
 @everywhere
 async def test_trials_have_limits(place: str, tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from pier.errors import JobError
+from pier.figures import Cost, main_reward
 from pier.job.config import JobConfig
 from pier.job.directory import open_for, result_of
 from pier.job.ledger import JOURNAL, Fault, Ledger, Outcome
 from pier.job.plan import Plan, plan_job
 from pier.job.progress import Progress
-from pier.job.results import Cost, main_reward
 from pier.job.view import JobView, agent_labels, list_jobs
 from tests.job_tasks import pier, rewards_of
 from tests.redteam import route

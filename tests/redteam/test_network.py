@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 
 from pier.gateway import Gateway
+from pier.network.sniff import Disagreement, Sniffer
 from pier.record import reader as recording
 from tests import vhosts
 from tests.attacks import ATTACKS
 from tests.gateway_fakes import PATHS, fake_provider, post, request_body
+from tests.once import made_once
 from tests.redteam import route
 from tests.world import in_world
 
@@ -100,14 +103,16 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    directory = tmp_path_factory.mktemp("vhosts")
-    told = directory / "told.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIER_HOME", str(directory / "pier"))
-        patch.setenv(DIRECTORY, str(directory))
-        done = in_world(_OUTSIDE, directory, str(told), servers="tests.redteam.test_network:serve")
-    assert told.exists(), f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    found = json.loads(told.read_text())
+    def run(directory: Path) -> None:
+        told = directory / "told.json"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PIER_HOME", str(directory / "pier"))
+            patch.setenv(DIRECTORY, str(directory))
+            done = in_world(_OUTSIDE, directory, str(told), servers="tests.redteam.test_network:serve")
+        assert told.exists(), f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+
+    directory = made_once(tmp_path_factory, "vhosts", run)
+    found = json.loads((directory / "told.json").read_text())
     tls = found["1"].pop("tls")
     return Outcome(found["1"], tls, found["2"]["tls"], directory)
 
@@ -142,6 +147,17 @@ def test_tls_without_a_server_name(outcome: Outcome) -> None:
 def test_tls_with_another_name(outcome: Outcome) -> None:
     assert outcome.tls["refused.test"] == outcome.tls_with_address["refused.test"] == "failed"
     assert outcome.tls["allowed.test"].startswith("TLS")
+
+
+@route("network", "TLS with the server name of another host, behind an alert or a line that servers skip", "refused")
+@pytest.mark.parametrize("before", [b"\x15\x03\x01\x00\x02\x01\x5a", b"PROXY UNKNOWN\r\n"])
+def test_tls_behind_something_else(before: bytes) -> None:
+    watch = Sniffer("allowed.test")
+    context, outgoing = ssl.create_default_context(), ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="refused.test").do_handshake()
+    with pytest.raises(Disagreement):
+        watch.feed(before + outgoing.read())
 
 
 @route("network", "a rule for loopback, such as 127.0.0.1", "an error that says what to allow instead")

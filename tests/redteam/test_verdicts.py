@@ -51,11 +51,11 @@ CALL = r"""
 call() {
   exec 3<>/dev/tcp/127.0.0.1/4000
   printf 'POST %s HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n' "$1" "$PIER_API_KEY" >&3
-  printf 'Content-Length: %d\r\nConnection: close\r\n\r\n%s' "${#2}" "$2" >&3
+  printf '%bContent-Length: %d\r\nConnection: close\r\n\r\n%s' "${3:-}" "${#2}" "$2" >&3
   while IFS= read -r line <&3; do echo "$line"; done; exec 3>&-
 }
 """
-"""A function for bash: one request to the model, with its path and body."""
+"""A function for bash: one request to the model, with its path, its body and more headers."""
 
 
 class Served(Gateway):
@@ -210,6 +210,49 @@ async def test_a_provoked_error_does_not_void_a_zero(place: str, tmp_path: Path)
             result = await trials.run(script)
             assert result.rewards == {"reward": 0}, (name, told(result))
             assert told(result)[1] in (None, "agent"), name
+
+
+def edge(status: int, name: str, value: str = "") -> Behaviour:
+    """A provider behind a server that refuses requests with this in their header, or in their target, with a page."""
+
+    async def behave(request: Any, raw: bytes) -> Any:
+        found = request.headers.get(name) if name else request.query_string
+        page = replies(status, HTML, {"Content-Type": "text/html"})
+        return await (page if found is not None and value in found else says(HELLO))(request, raw)
+
+    return behave
+
+
+HEADERS: dict[str, tuple[Behaviour, str]] = {
+    "a header of proxies": (edge(508, "CDN-Loop"), "CDN-Loop: cloudflare; loops=9"),
+    "another target": (edge(404, "X-Original-URL"), "X-Original-URL: /nowhere"),
+    "a header of few hops": (edge(502, "Max-Forwards"), "Max-Forwards: 0"),
+    "a header of no one": (edge(403, "X-Mine"), "X-Mine: 1"),
+    "a client that is banned": (edge(403, "User-Agent", "urllib"), "User-Agent: Python-urllib/3.11"),
+    "an attack in an allowed header": (edge(403, "X-Stainless-Lang", "<"), "X-Stainless-Lang: <script>"),
+    "a value that is very long": (edge(502, "User-Agent", "a" * 5000), "User-Agent: " + "a" * 9000),
+    "a header that comes often": (edge(500, "User-Agent", "a, a"), "\\r\\n".join(["User-Agent: a"] * 9)),
+    "bytes that are no text": (says(HELLO), "User-Agent: \\0377\\0376"),
+    "an attack in the query": (edge(403, "", "script"), "?<script>"),
+    "a limit of a feature": (edge(429, "OpenAI-Beta"), "OpenAI-Beta: long"),
+}
+
+
+@route(
+    "verdicts",
+    "an agent adds a header or a query that its provider, or a server in front of it, refuses as if it were down",
+    "it is not sent, or the request is sent again without it",
+)
+@everywhere
+async def test_a_header_of_the_agent_does_not_void_a_zero(place: str, tmp_path: Path) -> None:
+    for number, (name, (behaviour, header)) in enumerate(HEADERS.items()):
+        async with bench(place, tmp_path / str(number), behaviour) as trials:
+            query, header = (header, "") if header.startswith("?") else ("", f"{header}\\r\\n")
+            script = ask().replace(PATHS["chat"], PATHS["chat"] + f"'{query}'").rstrip("\n")
+            result = await trials.run(f"{script} '{header}'\n")
+            assert told(result) == (None, None, {"reward": 0}), name
+            answer = (trials.bench.last / "agent" / "command.txt").read_text()
+            assert answer.startswith("HTTP/1.1 200 "), (name, answer)
 
 
 HANG_UP = """
@@ -455,6 +498,28 @@ async def test_a_verifiers_sandbox_that_is_full(tmp_path: Path, monkeypatch: pyt
             assert_no_verdict(await bench.run(task, sandbox=unlimited))
 
 
+@everywhere
+@route(
+    "verdicts",
+    "hand over artifacts of up to the verifier's limit on disk",
+    "they fit; larger ones, also of holes, are left out with a note",
+)
+async def test_artifacts_up_to_the_limit(place: str, tmp_path: Path) -> None:
+    toml = f'artifacts = ["/app/out", "/app/done"]\n{SEPARATE}storage_mb = 24\n'
+    test = (
+        "#!/bin/bash\nstat -c %s /app/out/* > /logs/verifier/sizes\nhead -c 15M /dev/zero > /tmp/own; sleep 3\n" + PASS
+    )
+    fits = "mkdir /app/out; head -c 20000000 /dev/urandom > /app/out/a; touch /app/done"
+    holes = "mkdir /app/out; for n in 1 2 3; do truncate -s 20M /app/out/$n; done; touch /app/done"
+    async with open_place(place, tmp_path / "trials") as bench:
+        result = await bench.run(write_task(tmp_path / "fits", toml=toml, solve=fits, test=test))
+        assert result.rewards == {"reward": 1} and kinds(result) == set(), result
+        assert (bench.last / "verifier/sizes").read_text() == "20000000\n"
+        result = await bench.run(write_task(tmp_path / "holes", toml=toml, solve=holes, test=test))
+        assert result.exception_info is None and kinds(result) == {"artifact"}, result
+        assert (bench.last / "verifier/sizes").read_text() == ""
+
+
 @needs_root
 @everywhere
 @route(
@@ -667,7 +732,23 @@ async def test_tests_that_never_give_a_reward(place: str, toml: str, tmp_path: P
 
 
 @everywhere
-@route("verdicts", "The tests give no reward once, and one the next time", "no verdict, retried")
+@route("verdicts", "The agent breaks only the first run of its tests", ZERO)
+async def test_only_the_first_run_is_broken(place: str, tmp_path: Path) -> None:
+    test = "#!/bin/bash\nset -e\nbash /app/startup.sh\n" + GIVE_ZERO
+    command = "echo 'test -e /app/ran || { touch /app/ran; exit 3; }' > /app/startup.sh"
+    start = {"environment__startup.sh": "true\n"}
+    async with open_place(place, tmp_path / "trials") as bench:
+        result = await attack(bench, tmp_path, command, test=test, **start)
+        assert result.rewards == {"reward": 0} and result.exception_info is None and "no_reward" in kinds(result)
+        assert result.integrity is not None
+        assert [run.rewards is None for run in result.integrity.runs] == [True, False, False]
+        others = test.replace(GIVE_ZERO, 'echo \'{"reward": 0, "ran": 9}\' > /logs/verifier/reward.json')
+        result = await attack(bench, tmp_path / "others", command, test=others, **start)
+        assert result.rewards == {"reward": 0, "ran": 9}
+
+
+@everywhere
+@route("verdicts", "The tests give no reward once, and a positive one the next time", "no verdict, retried")
 async def test_a_flake(place: str, tmp_path: Path) -> None:
     test = "#!/bin/bash\nif test -e /app/ran; then echo 1 > /logs/verifier/reward.txt; else touch /app/ran; fi\n"
     async with open_place(place, tmp_path / "trials") as bench:
@@ -719,7 +800,7 @@ def test_regrading_a_broken_state(tmp_path: Path) -> None:
 @pytest.mark.plain
 @route("verdicts", "A flake in a job with retries", "the trial is tried again")
 def test_a_flake_is_tried_again(tmp_path: Path) -> None:
-    test = f"if test -e /tmp/ran; then {GIVE_ZERO}; else touch /tmp/ran; fi"
+    test = "if test -e /tmp/ran; then echo 1 > /logs/verifier/reward.txt; else touch /tmp/ran; fi"
     make_task(tmp_path / "tasks/t", test=test)
     done = pier("run", "-p", "tasks", "-a", "oracle", "-r", "1", "--job-name", "j", cwd=tmp_path, code=1)
     result = json.loads((tmp_path / "jobs/j/result.json").read_text())

@@ -157,7 +157,7 @@ def test_a_review_from_elsewhere_is_not_continued(given: tuple[str, ...], victim
     steal = "command=cat /critique/input/task/id_rsa > /logs/artifacts/stolen"
     done = pier("critique", "run", "jobs/j", "-p", "prompt.md", "-a", "command", "--ak", steal, *given, cwd=tmp_path,
                 image=None, code=2 if given else 1)  # fmt: skip
-    assert not given or "not begun on this machine" in done.stderr
+    assert not given or "on this machine" in done.stderr
     assert not any(b"TOPSECRET" in path.read_bytes() for path in reviews.rglob("*") if path.is_file())
 
 
@@ -191,7 +191,7 @@ async def test_a_recording_has_a_largest_size(tmp_path: Path, monkeypatch: pytes
 @route(
     "host",
     "an agent uses up pier's memory with large requests at once",
-    "beyond 256 MiB of them in a session they are refused as too large; other sessions go on",
+    "beyond 128 MiB of them in a session they are refused as too large; other sessions go on",
 )
 @pytest.mark.parametrize("dialect", PATHS)
 async def test_requests_at_once_have_a_largest_size(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,6 @@ async def test_requests_at_once_have_a_largest_size(dialect: str, monkeypatch: p
         return HELLO
 
     big = json.dumps(request_body(dialect, "x" * 300_000)).encode()
-    commas = json.dumps(request_body(dialect, "," * 20_000)).encode()
     async with Gateway() as gateway, asyncio.TaskGroup() as group:
         url, path = await gateway.serve(), PATHS[dialect]
         session, other = gateway.session("m", upstream=slow), gateway.session("m", upstream=slow)
@@ -212,7 +211,7 @@ async def test_requests_at_once_have_a_largest_size(dialect: str, monkeypatch: p
         for _ in calls:
             await asked.acquire()
         packed = {"Content-Encoding": "gzip"}
-        for body, headers in ((big, {}), (commas, {}), (gzip.compress(big), packed)):
+        for body, headers in ((big, {}), (gzip.compress(big), packed)):
             status, _, raw = await post(url, path, session.key, body, **headers)
             assert (status, DIALECTS[dialect].parse_error(status, json.loads(raw))[1]) == (413, "too_large")
         reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))

@@ -99,7 +99,7 @@ def test_without_a_session_nothing_is_left_behind(home: Path, work: Path) -> Non
     with pytest.raises(UsageError, match="no session was found") as nothing:
         capture(None, environ={"HOME": str(home)}, directory=work)
     assert nothing.value.code == "no-session" and "--session-dir" in (nothing.value.hint or "")
-    with pytest.raises(UsageError, match="not found by working directory"):
+    with pytest.raises(UsageError, match="aider"):
         capture(None, environ={"HOME": str(home)}, directory=work, agent="aider")
     assert not (work / ".pier").exists()
 

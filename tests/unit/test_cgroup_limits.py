@@ -11,23 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from pier.sandbox import cgroup
 from pier.sandbox.contract import Limits
+from pier.sandbox.linux.limits import ControlGroup, Hierarchies, _enable, find_cgroups
 
 pytestmark = pytest.mark.plain
 
 
 @pytest.fixture
-def made() -> Iterator[list[cgroup.ControlGroup]]:
-    groups: list[cgroup.ControlGroup] = []
+def made() -> Iterator[list[ControlGroup]]:
+    groups: list[ControlGroup] = []
     yield groups
     for group in groups:
         assert group.remove(60)
         assert not any(Path(path).exists() for path in group.paths)
 
 
-def make(made: list[cgroup.ControlGroup], **limits: float) -> cgroup.ControlGroup:
-    hierarchies = cgroup.find()
+def make(made: list[ControlGroup], **limits: float) -> ControlGroup:
+    hierarchies = find_cgroups()
     if hierarchies is None:
         pytest.skip("no writable control groups here")
     if missing := set(limits) - hierarchies.limits:
@@ -37,24 +37,24 @@ def make(made: list[cgroup.ControlGroup], **limits: float) -> cgroup.ControlGrou
     return group
 
 
-def join(group: cgroup.ControlGroup, pid: int = 0) -> None:
+def join(group: ControlGroup, pid: int = 0) -> None:
     for name in group.files:
         Path(name).write_text(str(pid))
 
 
-def run(group: cgroup.ControlGroup, code: str) -> subprocess.CompletedProcess[str]:
+def run(group: ControlGroup, code: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-I", "-c", code]
     return subprocess.run(command, preexec_fn=lambda: join(group), capture_output=True, text=True, timeout=120)
 
 
-def test_memory_beyond_the_limit_is_killed_and_counted(made: list[cgroup.ControlGroup]) -> None:
+def test_memory_beyond_the_limit_is_killed_and_counted(made: list[ControlGroup]) -> None:
     group = make(made, memory=64 * 1024 * 1024)
     assert group.oom_kills() == 0
     assert run(group, "x = b'x' * (256 * 1024 * 1024)").returncode == -9
     assert group.oom_kills() >= 1
 
 
-def test_processes_beyond_the_limit_are_refused(made: list[cgroup.ControlGroup]) -> None:
+def test_processes_beyond_the_limit_are_refused(made: list[ControlGroup]) -> None:
     group = make(made, processes=5)
     code = """
 import os, time
@@ -75,13 +75,13 @@ print(len(forked))
     assert int(run(group, code).stdout) == 4
 
 
-def test_cpu_limit_is_written(made: list[cgroup.ControlGroup]) -> None:
+def test_cpu_limit_is_written(made: list[ControlGroup]) -> None:
     group = make(made, cpus=0.5)
     texts = [Path(path, name) for path in group.paths for name in ("cpu.max", "cpu.cfs_quota_us")]
     assert any(path.exists() and path.read_text().split()[0] == "50000" for path in texts)
 
 
-def test_kill_and_remove_end_all_members(made: list[cgroup.ControlGroup]) -> None:
+def test_kill_and_remove_end_all_members(made: list[ControlGroup]) -> None:
     group = make(made, processes=50)
     child = subprocess.Popen(["/bin/sh", "-c", "sleep 300 & setsid sleep 300 & wait"])
     join(group, child.pid)
@@ -91,13 +91,13 @@ def test_kill_and_remove_end_all_members(made: list[cgroup.ControlGroup]) -> Non
 
 
 def test_nowhere_to_make_one() -> None:
-    assert cgroup.find("") is None
-    assert cgroup.find("30 20 0:25 / /nonexistent/cg rw - cgroup2 cgroup2 rw\n") is None
+    assert find_cgroups("") is None
+    assert find_cgroups("30 20 0:25 / /nonexistent/cg rw - cgroup2 cgroup2 rw\n") is None
 
 
 def test_removing_what_never_was(tmp_path: Path) -> None:
-    assert cgroup.ControlGroup((f"{tmp_path}/a", f"{tmp_path}/b")).remove(0)
-    assert cgroup.ControlGroup((f"{tmp_path}/a",)).oom_kills() == 0
+    assert ControlGroup((f"{tmp_path}/a", f"{tmp_path}/b")).remove(0)
+    assert ControlGroup((f"{tmp_path}/a",)).oom_kills() == 0
 
 
 def test_v2_tree_is_prepared_from_the_nearest_ancestor(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_v2_tree_is_prepared_from_the_nearest_ancestor(tmp_path: Path) -> None:
             (directory / name).touch()
     (tmp_path / "cgroup.controllers").write_text("cpu io memory pids\n")
     os.truncate(tmp_path / "cgroup.subtree_control", 0)
-    parent = cgroup._enable(tmp_path)
+    parent = _enable(tmp_path)
     assert parent == tmp_path / "pier"
     assert (tmp_path / "pier" / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
 
@@ -120,7 +120,7 @@ def test_v2_limits_are_written_and_kills_are_read(tmp_path: Path) -> None:
     for name in ("memory.max", "memory.swap.max", "pids.max", "cpu.max"):
         (group / name).touch()
     (group / "memory.events").write_text("low 0\nhigh 0\nmax 4\noom 1\noom_kill 3\noom_group_kill 0\n")
-    hierarchies = cgroup.Hierarchies(2, dict.fromkeys(("memory", "pids", "cpu"), tmp_path))
+    hierarchies = Hierarchies(2, dict.fromkeys(("memory", "pids", "cpu"), tmp_path))
     made = hierarchies.make("box", Limits(cpus=1.5, memory=1 << 30, processes=10), own_processes=3)
     assert made.paths == (str(group),) and made.oom_kills() == 3
     written = {name: (group / name).read_text() for name in ("memory.max", "memory.swap.max", "pids.max", "cpu.max")}
@@ -140,7 +140,7 @@ def test_a_real_v2_group_holds_kills_and_goes() -> None:
         pytest.skip("no writable cgroup v2 tree here")
     path = places[0] / f"pier-test-{secrets.token_hex(4)}"
     path.mkdir()
-    group = cgroup.ControlGroup((str(path),))
+    group = ControlGroup((str(path),))
     child = subprocess.Popen(["/bin/sh", "-c", "sleep 300 & setsid sleep 300 & wait"])
     try:
         join(group, child.pid)

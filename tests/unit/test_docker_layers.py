@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.sandbox.docker import layers
+from pier.sandbox.docker import container
 
 
 @pytest.mark.parametrize(
@@ -24,4 +24,4 @@ def test_only_what_can_be_read_for_certain_counts(
 ) -> None:
     text = f"2 1 0:5 / /proc rw - proc proc rw\n{row}\n"
     monkeypatch.setattr(Path, "read_text", lambda self: text)
-    assert layers.find_layers(os.getpid()) == expected
+    assert container.find_layers(os.getpid()) == expected

@@ -6,7 +6,7 @@ from typing import Any
 
 from pier.image.model import Image
 from pier.sandbox.contract import SandboxSpec
-from pier.sandbox.docker.config import Placing, container_config
+from pier.sandbox.docker.engine import Placing, container_config
 
 
 def host_side(spec: SandboxSpec) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pier.sandbox.docker import group
-from pier.sandbox.docker.group import until_frozen
+from pier.sandbox.docker import container
+from pier.sandbox.docker.container import until_frozen
 from pier.sandbox.linux.channel import Channel
 
 
@@ -33,7 +33,7 @@ class Looks:
 async def test_only_a_long_pause_is_given_up(
     looks: list[bool], given_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group, "_WATCH_SECONDS", 0)
+    monkeypatch.setattr(container, "_WATCH_SECONDS", 0)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel = Channel(ours, "gone")
     watched: Any = Looks(looks, channel)

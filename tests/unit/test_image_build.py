@@ -12,7 +12,7 @@ import pytest
 from pier.errors import ImageError
 from pier.image import Image, ImageStore, build_image
 from pier.image.importing import import_image
-from pier.image.view import View
+from pier.image.layer_directories import View
 from tests.image_rig import Pieces, directory, entry, link, tar_of
 
 BASE = tar_of(

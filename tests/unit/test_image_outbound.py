@@ -12,8 +12,6 @@ from pier.image.outbound import download_for_add
 from pier.network.policy import PUBLIC, NetworkPolicy
 from tests.image_rig import running_server
 
-pytestmark = pytest.mark.plain
-
 
 async def test_the_users_proxy_is_used_and_what_it_is_asked_for_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,9 +14,8 @@ from aiohttp import web
 
 from pier.errors import ImageError
 from pier.image import ImageStore
-from pier.image.collect import collect
-from pier.image.fetch import take_from_engine
-from pier.image.importing import import_image
+from pier.image.importing import import_image, take_from_engine
+from pier.image.store import collect
 from tests.image_rig import Pieces, directory, entry, link, running_socket, sha, tar_of
 
 pytestmark = pytest.mark.plain

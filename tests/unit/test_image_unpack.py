@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from pier.errors import ImageError
 from pier.idmap import IdMap, mapped_argv
 from pier.image import owner
-from pier.image.adopt import unpack_archive
-from pier.image.unpack import unpack
+from pier.image.layer_directories import unpack_archive
+from pier.image.layer_tar import unpack
 from tests.image_rig import directory, entry, link, tar_of
 
 pytestmark = pytest.mark.plain

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pier.job.results import GradedTrial, compare, confidence, pass_at_k, summarise
+import pier
+from pier.figures import GradedTrial, compare, confidence, pass_at_k, summarise
 
 
 def _trials(**tasks: list[float | None]) -> list[GradedTrial]:
@@ -138,3 +142,40 @@ def test_an_interval_of_one_task_is_newcombes() -> None:
 def test_rewards_beyond_one_have_an_interval_too() -> None:
     found = compare({"a": [10.0], "b": [20.0]}, {"a": [12.0], "b": [24.0]})
     assert found.interval is not None and found.interval.low == pytest.approx(3 - 1.96, abs=1e-3)
+
+
+def _computes_a_figure(node: ast.AST) -> bool:
+    """Whether code averages, estimates pass@k, or divides a reward or a cost."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return "statistics" in [getattr(node, "module", None), *(each.name for each in node.names)]
+    if isinstance(node, ast.Attribute):
+        return ast.unparse(node) == "math.comb"
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+        return False
+    left, right = ast.unparse(node.left), ast.unparse(node.right)
+    return bool(re.match(r"(math\.)?f?sum\(", left) or right.startswith("len(") or re.search("reward|cost|usd", left))
+
+
+def _computed_in(source: str) -> list[int]:
+    return [getattr(node, "lineno", 0) for node in ast.walk(ast.parse(source)) if _computes_a_figure(node)]
+
+
+def test_no_other_module_computes_a_mean_of_rewards_or_costs() -> None:
+    root = Path(pier.__file__).parent
+    found = {path.relative_to(root).as_posix(): _computed_in(path.read_text()) for path in root.rglob("*.py")}
+    assert {name for name, lines in found.items() if lines} == {"figures.py"}, found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "sum(rewards) / n",
+        "math.fsum(x) / n",
+        "total / len(rows)",
+        "row['cost']['known'] / done",
+        "import statistics",
+        "math.comb(4, 2)",
+    ],
+)
+def test_a_figure_computed_elsewhere_is_found(code: str) -> None:
+    assert _computed_in(code)

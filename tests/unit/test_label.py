@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pier.sandbox.linux import launch
-from pier.sandbox.linux.label import find_labels
+from pier.sandbox.linux.kernel import find_labels
 
 pytestmark = pytest.mark.plain
 

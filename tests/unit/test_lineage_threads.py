@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pier.trajectory.lineage import Generation, Lineage, Node, waited_in_vain
+from pier.trajectory.lineage import Generation, Lineage, Node, waited_without_answer
 from pier.wire.turn import Message, Request, Sampling, Text, Tool, ToolCall, ToolResult, Turn
 
 TOOLS = (Tool("bash", schema={"type": "object"}),)
@@ -263,4 +263,4 @@ def test_a_model_that_no_longer_answers(calls: list[tuple[float, float, bool]], 
         )
         for number, (begin, end, answered) in enumerate(calls, 1)
     ]
-    assert waited_in_vain(made, 100.0, killed=killed) is hung
+    assert waited_without_answer(made, 100.0, killed=killed) is hung

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pier.beneath import remove
-from pier.sandbox.linux.changes import TooMany, compare, measure, merge
+from pier.sandbox.linux.changes import TooMany, compare, merge
+from pier.sandbox.linux.changes import measure_tree as measure
 from tests.deep import LEVELS, make_deep
 
 
@@ -89,3 +90,10 @@ def test_measure(tmp_path: Path) -> None:
     _fill(tmp_path, {"a/b": "x" * 100_000})
     assert 100_000 <= measure(str(tmp_path)) < 400_000
     assert measure(str(tmp_path / "missing")) == 0
+
+
+def test_empty_files_and_links_count_as_inodes(tmp_path: Path) -> None:
+    for number in range(1000):
+        (tmp_path / f"link-{number}").symlink_to("x")
+        (tmp_path / f"file-{number}").touch()
+    assert measure(str(tmp_path)) >= 2000 * 512

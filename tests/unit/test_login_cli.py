@@ -7,12 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.job_tasks import pier
 from tests.login_provider import jwt, write_login
 
-pytestmark = pytest.mark.plain
 KEYS = {"ANTHROPIC_API_KEY": "", "OPENAI_API_KEY": "", "GEMINI_API_KEY": "", "GOOGLE_API_KEY": "", "PIER_LOGINS": "on"}
 
 

@@ -85,6 +85,10 @@ REFUSED = b"GET / HTTP/1.1\r\nHost: refused.test\r\n\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\nHost: allowed.test\r\nTransfer-Encoding: chunked\r\n\r\n"
 BAD = [
     hello("refused.test"),
+    b"\x15\x03\x01\x00\x02\x01\x5a" + hello("refused.test"),
+    b"\x14\x03\x01\x00\x01\x01" + hello("refused.test"),
+    b"PROXY TCP4 192.0.2.1 192.0.2.2 1 443\r\n" + hello("refused.test"),
+    hello("allowed.test").replace(b"\x00\x00\x0callowed.test", b"\x01\x00\x0callowed.test"),
     b"GET / HTTP/1.1\r\nHost: refused.test\r\n\r\n",
     b"GET / HTTP/1.1\r\nHost: allowed.test.refused.test\r\n\r\n",
     b"GET / HTTP/1.1\nHost: refused.test\n\n",

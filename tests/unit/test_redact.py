@@ -148,6 +148,16 @@ def test_a_secret_in_wrapped_base64_is_removed(width: int, newline: str, value: 
         assert Redactor([value]).text(harmless) == harmless
 
 
+@pytest.mark.parametrize("value", [SECRET, "p\u00e4ss-9fQz-7d\U0001f511"])
+def test_a_secret_as_hex_or_utf_16_is_removed(value: str) -> None:
+    digits = value.encode().hex().encode()
+    for form in (digits, digits.upper(), value.encode("utf-16-le"), value.encode("utf-16-be")):
+        assert Redactor([value]).data(b"a " + form + b" b") == b"a [REDACTED] b"
+        stream = StreamRedactor(Redactor([value]), lines=False)
+        pieces = [stream.feed(b"a " + form[:7]), stream.feed(form[7:] + b" b"), stream.close()]
+        assert b"".join(pieces) == b"a [REDACTED] b"
+
+
 def test_a_long_run_next_to_a_secret_is_searched_once() -> None:
     """A screenshot in base64 has no line breaks: a search from each of its characters would take hours."""
     value, run = "kX3-hunter2-9fQz", "aB3/" * 250_000

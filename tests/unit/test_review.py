@@ -161,7 +161,7 @@ def test_rubrics_of_all_forms(tmp_path: Path) -> None:
             load_rubric(tmp_path / "bad.yaml")
     with pytest.raises(UsageError, match="two criteria"):
         load_rubric(tmp_path / "r.json", tmp_path / "r.json")
-    with pytest.raises(UsageError, match="--rubric: expected a file or one of"):
+    with pytest.raises(UsageError, match="--rubric"):
         load_rubric("nothing")
     assert len(copy_files(tmp_path / "mine")) > 10 and not copy_files(tmp_path / "mine")
     assert load_prompt("job") == (tmp_path / "mine" / "prompts" / "job.md").read_text()
@@ -197,8 +197,9 @@ def test_trials_are_chosen_by_outcome_task_agent_and_name(tmp_path: Path) -> Non
     (tmp_path / "ws" / ".pier").mkdir(parents=True)
     make_trial(tmp_path / "ws" / ".pier" / "trials" / "2026-01-01_00-00-00")
     assert [trial.name for trial in open_source(tmp_path / "ws").trials] == ["2026-01-01_00-00-00"]
-    with pytest.raises(JobError, match="not a job, a trial or a workspace"):
+    with pytest.raises(JobError) as refused:
         open_source(tmp_path / "d")
+    assert refused.value.code == "not-a-job"
 
 
 def test_nothing_but_a_task_of_that_name_is_shown_to_a_critic(tmp_path: Path) -> None:
@@ -235,8 +236,9 @@ def test_an_order_travels_in_the_task_and_a_changed_one_is_refused(tmp_path: Pat
     (source.root / ".reviews" / "r" / "journal.jsonl").write_text("{}\n")
     plan.write_trials(source.trials)
     (trial / "result.json").write_text((trial / "result.json").read_text() + " ")
-    with pytest.raises(JobError, match="asked for something else"):
+    with pytest.raises(JobError) as refused:
         plan.write_trials(source.trials)
+    assert refused.value.code == "job-differs"
     for name in ("", ".", "..", "a/b", ".hidden"):
         with pytest.raises(UsageError, match="--name"):
             ReviewPlan("critique", source.root, name, "").write_trials(())

@@ -12,8 +12,6 @@ from pier.workspace.skills import PACKAGED, agents_in_use, compose, find_skills,
 from pier.workspace.workspace import Workspace, WorkspaceConfig
 from tests.job_tasks import pier
 
-pytestmark = pytest.mark.plain
-
 
 def _skill(directory: Path, text: str = "Do it.") -> Path:
     directory.mkdir(parents=True)

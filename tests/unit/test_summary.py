@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -56,8 +57,9 @@ def logs(tmp_path: Path) -> Path:
 
 def run_suite(logs: Path, name: str, *args: str) -> str:
     """Run the tests beside the logs, as one suite; the exit code goes to a file next to the log."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:asyncio", "-c", "/dev/null", "--rootdir=.", *args]
-    done = subprocess.run(command, cwd=logs.parent, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir=.", *args]
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=logs.parent, env=env, capture_output=True, text=True, timeout=120)
     (logs / name).write_text(done.stdout)
     (logs / f"{name.removesuffix('.log')}.code").write_text(f"{done.returncode}\n")
     return done.stdout

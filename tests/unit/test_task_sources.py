@@ -12,8 +12,6 @@ from pier.errors import PierError, TaskError, UsageError
 from pier.task.sources import Selection, parse_git_reference, resolve_sources
 from tests.trial_runs import write_task
 
-pytestmark = pytest.mark.plain
-
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
@@ -42,7 +40,7 @@ def test_selection(dataset: Path) -> None:
     first = names(dataset, n_tasks=3, sample_seed=7)
     assert first == names(dataset, n_tasks=3, sample_seed=7)
     assert len({tuple(names(dataset, n_tasks=3, sample_seed=seed)) for seed in range(20)}) > 1
-    with pytest.raises(UsageError, match="no task matches 'zulu'"):
+    with pytest.raises(UsageError, match="'zulu'"):
         names(dataset, include=["zulu"])
 
 
@@ -111,7 +109,7 @@ def test_dataset_toml(dataset: Path) -> None:
     (dataset / "dataset.toml").write_text(f'[dataset]\nname = "org/set"\n{rows}')
     assert names(dataset / "dataset.toml") == ["alpha", "echo"]
     (dataset / "alpha" / "instruction.md").write_text("Other.")
-    with pytest.raises(TaskError, match="does not have the digest"):
+    with pytest.raises(TaskError, match="sha256:"):
         names(dataset / "dataset.toml")
     (dataset / "dataset.toml").write_text("[dataset]\n")
     with pytest.raises(TaskError, match=r"dataset\.name"):
@@ -133,7 +131,7 @@ def test_a_directory_is_walked_whatever_its_dataset_toml_says(dataset: Path) -> 
 def test_a_pattern_must_match_in_one_of_the_sources(dataset: Path, tmp_path: Path) -> None:
     write_task(tmp_path / "more" / "zulu")
     assert names(dataset, tmp_path / "more", include=["zulu", "al*"]) == ["alpha", "zulu"]
-    with pytest.raises(UsageError, match="no task matches 'yankee'"):
+    with pytest.raises(UsageError, match="'yankee'"):
         names(dataset, tmp_path / "more", include=["zulu", "yankee"])
 
 
@@ -158,7 +156,7 @@ def test_registry_json(dataset: Path, tmp_path: Path) -> None:
     registry.write_text(json.dumps(entries))
     assert names(f"{registry}#one@1.0") == ["alpha", "echo"]
     assert names(f"{registry}#one") == ["echo"]
-    with pytest.raises(TaskError, match="has no dataset 'two'"):
+    with pytest.raises(TaskError, match="'two'"):
         names(f"{registry}#two")
     with pytest.raises(TaskError, match="several"):
         names(registry)

@@ -311,3 +311,13 @@ def test_zeros_become_holes(tmp_path: Path) -> None:
     status = (tmp_path / "copy" / "sparse").stat()
     assert status.st_size == 64 << 20 and status.st_blocks * 512 < 16 << 20
     assert (tmp_path / "copy" / "sparse").read_bytes() == (tmp_path / "top" / "sparse").read_bytes()
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 65536, 10_001])
+def test_short_holes_stay_holes(piece: int, tmp_path: Path) -> None:
+    data = b"".join((b"x" * length).ljust(32768, b"\0") for length in (1, 4096, 9000, 0, 32768) * 20) + bytes(10)
+    with (tmp_path / "copy").open("wb", buffering=0) as stream:
+        for begin in range(0, len(data), piece):
+            beneath.write_sparse(stream.fileno(), data[begin : begin + piece])
+    assert (tmp_path / "copy").read_bytes() == data
+    assert (tmp_path / "copy").stat().st_blocks * 512 < len(data) // 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.sandbox.tree.unpack import unpack
+from pier.sandbox.tar import unpack
 
 pytestmark = pytest.mark.plain
 

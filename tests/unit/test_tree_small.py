@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pier.sandbox.tree.small import serve_small
+from pier.sandbox.tree import serve_small
 
 pytestmark = pytest.mark.plain
 

@@ -180,8 +180,9 @@ def test_where_trials_run(tmp_path: Path) -> None:
     assert agent_plan(both, SandboxChoice()).image.reference == "y"
     assert agent_plan(both, SandboxChoice(force_build=True)).image.is_build
     neither = write_task(tmp_path / "c")
-    with pytest.raises(TaskError, match="what to run in"):
+    with pytest.raises(TaskError) as refused:
         agent_plan(neither, SandboxChoice())
+    assert refused.value.code == "no_image"
     bundled = write_task(tmp_path / "d", toml=TOML + "[verifier.environment]\n", tests__Dockerfile="FROM y")
     plan = verifier_plan(bundled, 0, SandboxChoice())
     assert plan.image.context == bundled.path / "tests" and plan.content is None
@@ -203,7 +204,7 @@ async def test_what_a_backend_cannot_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_options_are_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="takes no option 'comand'"):
+    with pytest.raises(UsageError, match="'comand'"):
         make_agent(AgentChoice("command", options={"comand": "x"}))
     with pytest.raises(UsageError, match="unknown agent 'orcale'"):
         make_agent(AgentChoice("orcale"))

@@ -30,7 +30,7 @@ QUIET = (
 
 
 class Aider(PackedAgent):
-    """Without git in the image it works all the same, without its map of the repository; with git it makes a
+    """Without git in the image it works without its map of the repository; with git it makes a
     repository of a working directory that has none."""
 
     name = "aider"

@@ -17,14 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pier.agent.contract import AGENT_LOGS, PACK_PATH, Agent, AgentFile, AgentRun, Launch
+from pier.agent.contract import AGENT_LOGS, DEFAULT_PATH, PACK_PATH, Agent, AgentFile, AgentRun, Launch
 from pier.endpoint import Endpoint
 from pier.errors import UsageError
 from pier.sandbox.contract import Mount
 
 INSTRUCTION = f"{AGENT_LOGS}/instruction.md"
 SCRIPT = "/installed-agent/command"
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class CommandAgent(Agent):
@@ -45,7 +44,7 @@ class CommandAgent(Agent):
         argv = self._argv(run, files)
         env = {"PIER_INSTRUCTION_FILE": INSTRUCTION}
         if run.options.get("mount"):
-            env["PATH"] = f"{PACK_PATH}/bin:{_PATH}"
+            env["PATH"] = f"{PACK_PATH}/bin:{DEFAULT_PATH}"
         if run.endpoint:
             env.update(endpoint_variables(run.endpoint))
         return Launch(argv, env=env, files=tuple(files), stdin=run.instruction.encode())
@@ -61,7 +60,7 @@ class CommandAgent(Agent):
         elif command is None or isinstance(command, str):
             argv = ["/bin/sh", "-c", command] if command else []
         else:
-            raise UsageError("the option command of the agent command must be a text or a list")
+            raise UsageError("invalid value for the option command: expected a string or a list")
         if script := run.options.get("script"):
             files.append(AgentFile(SCRIPT, _read(Path(str(script)).expanduser()), 0o755))
             return [SCRIPT, *(shlex.split(command) if isinstance(command, str) else argv)]

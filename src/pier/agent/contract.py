@@ -32,6 +32,8 @@ SHARE = 0.05
 PACK_PATH = "/opt/pier/agent"
 """Where an agent's pack is mounted, read-only, in every sandbox on every backend."""
 
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
 AGENT_LOGS = "/logs/agent"
 """Where an agent keeps its own logs; collected into the trial's `agent/` directory."""
 
@@ -71,16 +73,16 @@ class AgentRun:
     solution: Path | None = None
     """The task's solution directory on the host; only the agent `oracle` may look at it."""
     budget: Mapping[str, float] = field(default_factory=dict)
-    """What its model session may use, by the names of the session's limits."""
+    """The limits of its model session, by name."""
     warn: Callable[[str], None] = _ignore
     """Receives warnings about a run, which the result lists."""
 
     def limits(self) -> dict[str, str]:
-        """The variables that tell an agent how long it has, from now on, and what it may use."""
-        told = {f"PIER_MAX_{name.upper()}": f"{value:.12g}" for name, value in self.budget.items()}
+        """Variables with the agent's remaining time and its limits."""
+        found = {f"PIER_MAX_{name.upper()}": f"{value:.12g}" for name, value in self.budget.items()}
         if self.seconds is not None:
-            told |= {"PIER_SECONDS": str(int(self.seconds)), "PIER_DEADLINE": str(int(time.time() + self.seconds))}
-        return told
+            found |= {"PIER_SECONDS": str(int(self.seconds)), "PIER_DEADLINE": str(int(time.time() + self.seconds))}
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class AgentFile:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What to run: an argv, the variables it needs in addition to the sandbox's, and files to write first."""
+    """The command to run: an argv, the variables it needs in addition to the sandbox's, and files to write first."""
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -109,7 +111,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class PackSpec:
-    """What a pack is built from. `source` is `npm` or `pypi`; `version` None means the newest, resolved once."""
+    """The package that a pack is built from. `source` is `npm` or `pypi`; `version` None means the newest."""
 
     source: str
     package: str
@@ -249,12 +251,12 @@ def find_agent(name: str) -> type[Agent]:
     if not version:
         return found
     if found.pack is None:
-        raise UsageError(f"the agent {plain!r} comes in no pack, so it has no versions", hint=f"-a {plain}")
+        raise UsageError(f"cannot choose a version of the agent {plain!r}: it has no pack", hint=f"-a {plain}")
     return type(found.__name__, (found,), {"pack": replace(found.pack, version=version)})
 
 
 def pack_spec(name: str) -> PackSpec | None:
-    """What the pack of `name` or `name@version` is built from; None for agents without a pack."""
+    """The package of the pack of `name` or `name@version`; None for agents without a pack."""
     return find_agent(name).pack
 
 
@@ -282,7 +284,7 @@ def check_options(agent: type[Agent], options: Mapping[str, Any]) -> None:
             near = get_close_matches(name, agent.options, n=1)
             known = ", ".join(agent.options) or "none"
             raise UsageError(
-                f"the agent {agent.name!r} takes no option {name!r}; it takes: {known}",
+                f"unknown option {name!r} for the agent {agent.name!r}: expected one of {known}",
                 hint=f"--ak {near[0]}=..." if near else None,
                 code="agent_option",
             )

@@ -19,12 +19,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
-from pier.agent.contract import AGENT_LOGS, PACK_PATH, Agent, AgentFile, AgentRun, PackSpec
+from pier.agent.contract import AGENT_LOGS, DEFAULT_PATH, PACK_PATH, Agent, AgentFile, AgentRun, PackSpec
 from pier.agent.options import hosts_in
 from pier.errors import AgentError, SandboxError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
 
-DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SHARED_SKILLS = "~/.agents/skills"
 """Where several agents look for skills."""
 CLIENT_TIMEOUT = 3600

@@ -1,6 +1,6 @@
-"""What to export, or to write where, so that an agent on this machine calls a gateway.
+"""Variables to export, or files to write, so that an agent on this machine calls a gateway.
 
-It is what a trial tells the same agent, so it is taken from there: the variables that an agent gets because of its
+They are those of a trial with the same agent: the variables that an agent gets because of its
 model's address. For agents that read a file instead, its content is shown.
 """
 
@@ -39,7 +39,7 @@ def _lines(variables: dict[str, str]) -> list[str]:
 
 
 def _variables(agent: Agent, endpoint: Endpoint) -> dict[str, str]:
-    """What the agent's program is given only because its model has a custom address."""
+    """The variables that the agent's program gets only because its model has a custom address."""
     if agent.name == "mini-swe-agent":
         return {"OPENAI_API_KEY": endpoint.key, "OPENAI_API_BASE": f"{endpoint.url}/v1"}
     without = agent.launch(AgentRun("", "/")).env
@@ -48,7 +48,7 @@ def _variables(agent: Agent, endpoint: Endpoint) -> dict[str, str]:
 
 
 def _file(name: str, endpoint: Endpoint) -> Any:
-    """What is in the one file that holds the address of the agent's model."""
+    """The content of the one file that holds the address of the agent's model."""
     named = endpoint if endpoint.model else replace(endpoint, model="MODEL")
     files = find_agent(name)().launch(AgentRun("", "/", endpoint=named)).files
     return next(json.loads(file.data) for file in files if endpoint.url.encode() in file.data)

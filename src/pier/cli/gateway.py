@@ -39,7 +39,7 @@ def gateway() -> None:
 @click.option("--unix", type=click.Path(path_type=Path), help="Listen on this unix socket too.")
 @click.option("-o", "--recording", type=click.Path(path_type=Path), help="File to record to, e.g. calls.jsonl.")
 @click.option("--tokens", is_flag=True, help="Ask for token ids and log-probs (vLLM) and record them.")
-@click.option("--closed-book", is_flag=True, help="Take web search and other hosted tools out of requests.")
+@click.option("--closed-book", is_flag=True, help="Remove web search and other hosted tools from requests.")
 @click.option("--max-turns", "turns", type=click.IntRange(1), help="Stop after N model calls.")
 @click.option(
     "--max-tokens", "total_tokens", type=click.IntRange(1), help="Stop after N tokens, input and output together."
@@ -47,22 +47,15 @@ def gateway() -> None:
 @click.option("--max-cost", "cost_usd", type=_ABOVE_0, help="Stop after N US dollars.")
 @click.option("--max-seconds", "wall_time", type=_ABOVE_0, help="Stop N seconds after the first call.")
 @click.option("--rpm", "requests_per_minute", type=click.IntRange(1), help="Allow at most N requests a minute.")
-@click.option("--metrics", help="Serve numbers for Prometheus at HOST:PORT, or at the path of a unix socket.")
+@click.option("--metrics", help="Serve Prometheus metrics at HOST:PORT or at the path of a unix socket.")
 def serve(**options: Any) -> None:
     """Serve one session until interrupted, and print what to export for each agent."""
+    import asyncio
+
     try:
-        _run(_serve(**options))
+        asyncio.run(_serve(**options))
     except KeyboardInterrupt:
         click.echo("stopped", err=True)
-
-
-def _run(serving: Coroutine[Any, Any, None]) -> None:
-    """On uvloop's event loop where it is installed (`pip install pier-agents[fast]`): about a tenth more calls pass."""
-    try:
-        from uvloop import run
-    except ImportError:
-        from asyncio import run
-    run(serving)
 
 
 async def _serve(
@@ -107,7 +100,7 @@ async def _serve(
         if metrics:
             opening = stack.enter_async_context(metrics_served(running.metrics, metrics))
             where = await _opened(metrics, "--metrics HOST:PORT with another port", opening)
-            click.echo(f"# numbers at {where}", err=True)
+            click.echo(f"# metrics at {where}", err=True)
         click.echo("\n".join(exports(session.endpoint(url) if model else replace(session.endpoint(url), model=""))))
         click.echo(f"# serving {model or 'every model by its name'} at {url}", err=True)
         stopped = asyncio.Event()
@@ -116,7 +109,7 @@ async def _serve(
 
 
 async def _opened(address: str, hint: str, opening: Coroutine[Any, Any, T]) -> T:
-    """What `opening` gives; a `UsageError` if the address cannot be used."""
+    """The result of `opening`; a `UsageError` if the address cannot be used."""
     from pier.errors import UsageError
 
     try:
@@ -129,7 +122,7 @@ async def _opened(address: str, hint: str, opening: Coroutine[Any, Any, T]) -> T
 @click.argument("address")
 @JSON
 def metrics(address: str, as_json: bool) -> None:
-    """Print the numbers of a gateway that serves them: at HOST:PORT, or at the path of a unix socket."""
+    """Print the metrics of a gateway that serves them at HOST:PORT or at the path of a unix socket."""
     import asyncio
 
     from pier.gateway.metrics import fetch

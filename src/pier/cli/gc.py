@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import AsyncExitStack
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from pier.cli.output import JSON
+from pier.cli.output import JSON, echo
 from pier.sizes import parse_size, size_text
 
 if TYPE_CHECKING:
-    from pier.image.collect import CollectedImages
-    from pier.lease import Destroy, Swept
+    from pier.image.store import CollectedImages
+    from pier.lease import Destroy, Held, Swept
 
 
 @click.command()
@@ -33,29 +32,26 @@ def gc(max_size: str | None, dry_run: bool, as_json: bool) -> None:
     it fits the budget. The exit code is 1 when something could not be removed.
     """
     swept, images = asyncio.run(_collect(max_size, dry_run))
-    if as_json:
-        removed = [{"kind": held.kind, "id": held.id, "owner": held.owner} for held in swept.removed]
-        failed = [{"kind": held.kind, "id": held.id, "owner": held.owner, "reason": why} for held, why in swept.failed]
-        report = {"dry_run": dry_run, "removed": removed, "failed": failed, "images": asdict(images)}
-        click.echo(json.dumps(report, indent=2))
-    else:
-        for held in swept.removed:
-            click.echo(f"{'would remove' if dry_run else 'removed'} {held.kind} {held.id}")
-        for held, why in swept.failed:
-            click.echo(f"could not remove {held.kind} {held.id}: {why}", err=True)
-        parts = len(images.images) + len(images.layers) + len(images.caches) + len(images.leftovers)
-        if parts:
-            verb = "would remove" if dry_run else "removed"
-            left = f"{size_text(images.freed)} freed, {size_text(images.size)} left in the image store"
-            click.echo(f"{verb} {len(images.images)} images and {parts - len(images.images)} layers and caches: {left}")
-        if not swept.removed and not swept.failed and not parts:
-            click.echo("nothing to remove")
+    verb = "would remove" if dry_run else "removed"
+    lines = [f"{verb} {held.kind} {held.id}" for held in swept.removed]
+    for held, why in swept.failed:
+        click.echo(f"could not remove {held.kind} {held.id}: {why}", err=True)
+    if parts := len(images.images) + len(images.layers) + len(images.caches) + len(images.leftovers):
+        left = f"{size_text(images.freed)} freed, {size_text(images.size)} left in the image store"
+        lines.append(f"{verb} {len(images.images)} images and {parts - len(images.images)} layers and caches: {left}")
+    removed = [_row(held) for held in swept.removed]
+    failed = [_row(held) | {"reason": why} for held, why in swept.failed]
+    report = {"dry_run": dry_run, "removed": removed, "failed": failed, "images": asdict(images)}
+    echo(report, as_json, lines or ([] if failed else ["nothing to remove"]))
     raise click.exceptions.Exit(1 if swept.failed else 0)
 
 
+def _row(held: Held) -> dict[str, Any]:
+    return {"kind": held.kind, "id": held.id, "owner": held.owner}
+
+
 async def _collect(max_size: str | None, dry_run: bool) -> tuple[Swept, CollectedImages]:
-    from pier.image.collect import collect, default_budget
-    from pier.image.store import ImageStore
+    from pier.image.store import ImageStore, collect, default_budget
 
     limit = None if max_size is None else parse_size(max_size, "--max-size")
     swept = await _sweep(dry_run)

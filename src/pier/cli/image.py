@@ -49,13 +49,13 @@ def import_(source: Path | None, name: str | None, from_docker: str | None, as_j
     """
     if from_docker is not None:
         from pier.errors import ImageError
-        from pier.image.fetch import take_from_engine
+        from pier.image.importing import take_from_engine
 
         made = asyncio.run(take_from_engine(_store(), from_docker, str(source) if source else None))
         if made is None:
             raise ImageError(f"the Docker engine has no image {from_docker!r}", code="not_found", blame="user")
     elif source is None:
-        raise click.UsageError("a source is needed, or --from-docker")
+        raise click.UsageError("missing SOURCE or --from-docker")
     else:
         made = asyncio.run(_import(source, name))
     _tell(made, as_json)
@@ -81,8 +81,8 @@ async def _import(source: Path, name: str | None) -> Image:
 @JSON
 def pull(name: str, quiet: bool, env: str, as_json: bool) -> None:
     """Pull an image from its registry; with `--env docker` have the Docker engine pull it."""
-    from pier.image.fetch import pull_image
-    from pier.sandbox.docker.ours import pull_there
+    from pier.image.importing import pull_image
+    from pier.sandbox.docker.images import pull_there
 
     tell = None if quiet else _say
     work = pull_there(name, tell) if env == "docker" else pull_image(_store(), name, on_progress=tell)
@@ -111,7 +111,7 @@ def build(
     """Build an image from a Dockerfile, without a daemon."""
     from pier.image.build import build_image
     from pier.network.policy import NetworkPolicy
-    from pier.sandbox.building import open_runner
+    from pier.sandbox.opening import open_runner
 
     values = {}
     for row in build_args:
@@ -136,7 +136,7 @@ def build(
 
 
 @image.command(name="list")
-@click.option("--cached", is_flag=True, help="What builds keep instead: layers of no image, RUN --mount=type=cache.")
+@click.option("--cached", is_flag=True, help="List build caches instead: unused layers, RUN --mount=type=cache.")
 @_env
 @JSON
 def list_(cached: bool, env: str, as_json: bool) -> None:
@@ -155,7 +155,7 @@ def list_(cached: bool, env: str, as_json: bool) -> None:
 
 
 def _list_cached(as_json: bool) -> None:
-    from pier.image.collect import list_cached
+    from pier.image.store import list_cached
 
     rows = asyncio.run(list_cached(_store()))
     cells = [(row["kind"], size_text(row["size"]), row["used"], row["name"]) for row in rows]
@@ -167,9 +167,9 @@ def _list_cached(as_json: bool) -> None:
 def _list_engine(as_json: bool) -> None:
     from dataclasses import asdict
 
-    from pier.sandbox.docker.ours import list_ours
+    from pier.sandbox.docker.images import list_pier_images
 
-    found = asyncio.run(list_ours())
+    found = asyncio.run(list_pier_images())
     cells = [(one.reference, one.id[7:19], size_text(one.size), "in use" if one.in_use else "") for one in found]
     none = ["pier has brought no images to the Docker engine"]
     echo([asdict(one) for one in found], as_json, columns(*cells) or none)
@@ -208,8 +208,8 @@ def rm(names: tuple[str, ...], as_json: bool) -> None:
 
 
 @image.command()
-@click.option("--max-size", help="Remove what was not used for longest until the rest fits, such as 20G.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--max-size", help="Remove the least recently used until the rest fits, such as 20G.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @_env
 @JSON
 def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:
@@ -221,7 +221,7 @@ def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from pier.image.collect import collect
+    from pier.image.store import collect
 
     limit = None if max_size is None else parse_size(max_size, "--max-size")
     if env == "docker":
@@ -235,10 +235,10 @@ def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:
 
 
 def _collect_engine(limit: int | None, dry_run: bool, as_json: bool) -> None:
-    from pier.sandbox.docker.ours import collect_our_volumes, collect_ours
+    from pier.sandbox.docker.images import collect_pier_images, collect_pier_volumes
 
-    removed = asyncio.run(collect_ours(max_size=limit, dry_run=dry_run))
-    volumes = asyncio.run(collect_our_volumes(dry_run=dry_run)) if limit is None else []
+    removed = asyncio.run(collect_pier_images(max_size=limit, dry_run=dry_run))
+    volumes = asyncio.run(collect_pier_volumes(dry_run=dry_run)) if limit is None else []
     freed = sum(one.size for one in removed)
     summary = {"images": [one.reference for one in removed], "volumes": volumes, "freed": freed}
     more = f" and {len(volumes)} volumes" if volumes else ""

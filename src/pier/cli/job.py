@@ -42,7 +42,7 @@ def list_(jobs_dir: Path, as_json: bool) -> None:
 @DIRECTORY
 @JOB_PATH
 @JOBS_DIR
-@click.option("--trials", is_flag=True, help="Name every trial.")
+@click.option("--trials", is_flag=True, help="List every trial.")
 @JSON
 def show(directory: Path | None, job_path: Path | None, trials: bool, as_json: bool) -> None:
     """Show where a job stands."""
@@ -131,7 +131,7 @@ def rm(directories: tuple[Path, ...], first_stop: bool, as_json: bool) -> None:
 @DIRECTORY
 @JOB_PATH
 @JOBS_DIR
-@click.option("--filter-error-type", "error_types", multiple=True, help="Also run these errors again.")
+@click.option("--filter-error-type", "error_types", multiple=True, help="Also retry trials with these errors.")
 @CONCURRENT
 @ENV_FILE
 @QUIET
@@ -167,7 +167,7 @@ def retry(
     from pier.job.runner import Wanted
 
     if only is None and not names:
-        raise click.UsageError("say which: --only infra, --only errored, --only failed or --trial NAME")
+        raise click.UsageError("missing --only infra, --only errored, --only failed or --trial NAME")
     wanted = Wanted(kind=only, names=frozenset(names))
     _exit(again_and_report(_directory(directory, job_path), wanted, *_how(flags), _limits(flags)))
 

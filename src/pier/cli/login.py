@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from pier.cli.output import JSON, echo
 
 if TYPE_CHECKING:
     from pier.gateway.login import LoginStatus
@@ -18,23 +19,19 @@ def login() -> None:
 
 
 @login.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@JSON
 def status(as_json: bool) -> None:
     """Show what was found, what is used, and the command to type for what is missing.
 
     A key in the environment wins over a login. A login stays outside of sandboxes: the gateway uses it.
     """
     rows = _rows()
-    if as_json:
-        click.echo(json.dumps(rows, indent=2))
-        return
+    lines: list[str] = []
     for row in rows:
-        click.echo(f"{row['title']:12} {row['provider']:10} {_state(row)}")
-        click.echo(f"{'':12} {row['source']}")
-        if row["used"]:
-            click.echo(f"{'':12} used: {row['used']}")
-        else:
-            click.echo(f"{'':12} try: {row['command']}, or export {row['key_name']}=...")
+        advice = f"used: {row['used']}" if row["used"] else f"try: {row['command']}, or export {row['key_name']}=..."
+        lines.append(f"{row['title']:12} {row['provider']:10} {_state(row)}")
+        lines += [f"{'':12} {row['source']}", f"{'':12} {advice}"]
+    echo(rows, as_json, lines)
 
 
 def _rows() -> list[dict[str, Any]]:

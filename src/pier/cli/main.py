@@ -60,7 +60,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "image": ("pier.cli.image:image", "Import, pull, build and remove images."),
         "doctor": ("pier.cli.doctor:doctor", "Check this machine and suggest fixes."),
         "gc": ("pier.cli.gc:gc", "Remove what dead runs left behind."),
-        "completion": ("pier.cli.completion:completion", "Print shell completion for bash, zsh or fish."),
+        "completion": ("pier.cli.main:completion", "Print shell completion for bash, zsh or fish."),
     },
 }
 """Every command by section of the help: where it is (`module:attribute`) and its line of help, so that help imports no
@@ -145,7 +145,7 @@ class LazyGroup(click.Group):
     params=[_debug_option()],
 )
 @click.option("--version", is_flag=True, help="Print the version; with -v also Python, platform and backends.")
-@click.option("-v", "--verbose", is_flag=True, help="Say more with --version.")
+@click.option("-v", "--verbose", is_flag=True, help="Print more with --version.")
 @click.pass_context
 def cli(ctx: click.Context, version: bool, verbose: bool) -> None:
     """Run coding agents in sandboxes, record everything they do, and grade the result so that it can be trusted."""
@@ -153,12 +153,30 @@ def cli(ctx: click.Context, version: bool, verbose: bool) -> None:
         _print_version(verbose)
         ctx.exit()
     if verbose:
-        raise click.UsageError("-v goes with --version", ctx)
+        raise click.UsageError("-v requires --version", ctx)
     if ctx.invoked_subcommand is None:
         from pathlib import Path
 
         fresh = not any(Path(name).exists() for name in ("jobs", "tasks", "task.toml"))
         click.echo(FIRST_STEPS if fresh else ctx.get_help())
+
+
+@click.command
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print completion for SHELL.
+
+    \b
+    Add one of these to your shell's configuration:
+      eval "$(pier completion bash)"
+      eval "$(pier completion zsh)"
+      pier completion fish | source
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(cli, {}, "pier", "_PIER_COMPLETE").source())
 
 
 def _print_version(verbose: bool) -> None:
@@ -175,7 +193,7 @@ def _print_version(verbose: bool) -> None:
 
 
 def _expected(kind: click.ParamType[object]) -> str | None:
-    """What a number or a choice may be, as pier's own errors say it; None for other types."""
+    """The values that a number or a choice accepts, as in pier's own errors; None for other types."""
     if isinstance(kind, click.Choice):
         return f"one of {', '.join(map(str, kind.choices))}"
     ranged = isinstance(kind, click.IntRange | click.FloatRange)

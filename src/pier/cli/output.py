@@ -1,5 +1,6 @@
-"""What commands have in common: `--json`, a value printed for programs or as lines for people, and terminals that text
-of tasks and agents cannot drive: file names, error messages, logs and trajectories may hold escape sequences."""
+"""Parts that commands share: `--json`, a value printed for programs or as lines for people, and terminals
+that text of tasks and agents cannot drive: file names, error messages, logs and trajectories may hold escape
+sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _CONTROL = re.compile(
 
 def echo(value: Any, as_json: bool, lines: Iterable[str]) -> None:
     """Print a value as JSON, or the lines that say the same to people."""
-    text = json.dumps(value, indent=2) if as_json else "\n".join(lines)
+    text = json.dumps(value, indent=2, default=str) if as_json else "\n".join(lines)
     if text:
         click.echo(text)
 

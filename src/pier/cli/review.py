@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pier.cli.run import COMMON, JOBS_DIR, GroupedOption, JobPath, SettingOption, SettingsCommand, given_settings
+from pier.cli.output import JSON, echo
+from pier.cli.run import COMMON, JOBS_DIR, JobPath, SettingOption, SettingsCommand, given_settings, grouped_option
 
 if TYPE_CHECKING:
     from pier.job.config import JobConfig
@@ -23,18 +23,7 @@ if TYPE_CHECKING:
     from pier.review.source import Source, SourceTrial
 
 _FILE = click.Path(dir_okay=False)
-_NOT_TAKEN = (
-    "datasets.",
-    "tasks.",
-    "metrics.",
-    "verifier.",
-    "job_name",
-    "jobs_dir",
-    "strict",
-    "keep_state",
-    "artifacts",
-)
-_LIMITS = ("Limits for each trial", "Limits for the whole job")
+_NOT_TAKEN = ("datasets.", "tasks.", "metrics.", "verifier.", "job_name", "jobs_dir", "strict", "keep_state")
 
 
 class ReviewCommand(SettingsCommand):
@@ -42,16 +31,8 @@ class ReviewCommand(SettingsCommand):
     of the job, as in Harbor and datacurve pier (`-p PROMPT`, `-r RUBRIC`)."""
 
     groups = (
-        "Which trials",
-        "Review",
-        "Agent",
-        "Model",
-        *_LIMITS,
-        "Sandbox",
-        "Job",
-        "Retries",
-        "Time limits",
-        "Output",
+        *("Which trials", "Review", "Agent", "Model", "Limits for each trial", "Limits for the whole job", "Sandbox"),
+        *("Job", "Retries", "Time limits", "Output"),
     )
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
@@ -59,7 +40,7 @@ class ReviewCommand(SettingsCommand):
         params: list[click.Parameter] = []
         for param in super().get_params(ctx):
             if isinstance(param, SettingOption):
-                if param.setting.key.startswith(_NOT_TAKEN):
+                if param.setting.key.startswith((*_NOT_TAKEN, "artifacts")):
                     continue
                 if own & set(param.opts):
                     names = tuple(name for name in param.setting.names if name not in own)
@@ -68,8 +49,7 @@ class ReviewCommand(SettingsCommand):
         return params
 
 
-def _option(*names: str, group: str = "Review", **settings: Any) -> Any:
-    return click.option(*names, cls=GroupedOption, group=group, **settings)
+_option = partial(grouped_option, group="Review")
 
 
 def _options(*options: Any) -> Any:
@@ -86,19 +66,23 @@ _JOB = _options(
     _option("--agent-index", type=click.IntRange(0), help="Use only this agent of the job file, counted from 0."),
     _option("--env-file", type=_FILE, group="Job", help="A file of NAME=value lines for ${NAME} templates."),
     _option(
-        "--asks", type=click.IntRange(0), default=2, show_default=True, help="Ask again this often for valid JSON."
+        "--asks",
+        type=click.IntRange(0),
+        default=2,
+        show_default=True,
+        help="Retries when a critic's output is not valid.",
     ),
     _option("--json", "as_json", is_flag=True, group="Output", help="Print the result as JSON, and no progress."),
 )
-_which = partial(_option, group="Which trials")
+_which = partial(grouped_option, group="Which trials")
 _WHICH = _options(
     _which("-t", "--trial-name", "names", multiple=True, help="This trial; repeatable."),
     _which("--task", "tasks", multiple=True, metavar="GLOB", help="Trials of these tasks."),
     _which("--source-agent", "agents", multiple=True, metavar="NAME", help="Trials of this agent."),
     _which("--source-model", "models", multiple=True, metavar="MODEL", help="Trials of this model."),
-    _which("--only", type=click.Choice(["passed", "failed", "errored"]), help="By their outcome."),
+    _which("--only", type=click.Choice(["passed", "failed", "errored"]), help="Trials with this outcome."),
     _which("--passing", is_flag=True, help="Same as --only passed."),
-    _which("--failing", is_flag=True, help="All that did not pass."),
+    _which("--failing", is_flag=True, help="Trials that did not pass."),
     _which("--limit", type=click.IntRange(1), metavar="N", help="At most N trials."),
     _which("--sample-seed", "seed", type=int, help="Shuffle the trials with this seed first."),
 )
@@ -108,12 +92,10 @@ _RUBRIC_HELP = "A TOML, YAML or JSON file, or the name of a built-in rubric; rep
 def _options_of(flags: dict[str, Any]) -> ReviewOptions:
     from pier.errors import UsageError
     from pier.job.command import Show
-    from pier.job.load import read_env_file, read_job
+    from pier.job.load import environ_with, read_job
     from pier.review.run import ReviewOptions
 
-    env = dict(os.environ)
-    if flags["env_file"]:
-        env.update(read_env_file(Path(flags["env_file"])))
+    env = environ_with(flags["env_file"])
     config = read_job(flags["files"], given_settings(flags))
     if (index := flags["agent_index"]) is not None:
         if index >= len(config.agents):
@@ -146,7 +128,7 @@ def _selected(path: Path, flags: dict[str, Any]) -> tuple[Source, list[SourceTri
     source = open_source(path)
     trials = TrialFilter(passing=passing, **{key: flags.pop(key) for key in keys}).apply(source.trials)
     if not trials:
-        raise UsageError(f"no finished trial of {path} is of that kind", hint=f"pier job show {path} --trials")
+        raise UsageError(f"no finished trial of {path} matches", hint=f"pier job show {path} --trials")
     return source, trials
 
 
@@ -209,7 +191,7 @@ def _run_row(run: CritiqueRun) -> dict[str, Any]:
 @critique.command(name="list")
 @click.argument("path", metavar="JOB", type=JobPath())
 @JOBS_DIR
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+@JSON
 def critique_list(path: Path, as_json: bool) -> None:
     """List the critique runs of a job."""
     from pier.review.read import list_runs
@@ -218,7 +200,7 @@ def critique_list(path: Path, as_json: bool) -> None:
 
     runs = list_runs(open_source(path).root)
     lines = runs_lines(runs) or [f"no critique runs; make one: pier critique run {path}"]
-    _report("json" if as_json else "full", [_run_row(run) for run in runs], lines)
+    echo([_run_row(run) for run in runs], as_json, lines)
 
 
 @critique.command(name="show")
@@ -227,7 +209,7 @@ def critique_list(path: Path, as_json: bool) -> None:
 @click.option("--run", "runs", multiple=True, help="Only this run; repeatable.")
 @click.option("-t", "--trial-name", "names", multiple=True, help="Only this trial; repeatable.")
 @click.option("--rating", type=click.Choice(["good", "bad"]), help="Only this rating.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+@JSON
 def critique_show(path: Path, runs: tuple[str, ...], names: tuple[str, ...], rating: str | None, as_json: bool) -> None:
     """Show critiques in full, with the evidence of each finding."""
     from pier.review.read import list_runs
@@ -245,16 +227,14 @@ def critique_show(path: Path, runs: tuple[str, ...], names: tuple[str, ...], rat
     ]
     lines = [line for critique in found for line in (*critique_lines(critique), "")]
     value = [critique.model_dump(mode="json") for critique in found]
-    _report(
-        "json" if as_json else "full", value, lines or [f"no critiques of that kind; see pier critique list {path}"]
-    )
+    echo(value, as_json, lines or [f"no critique matches; see pier critique list {path}"])
 
 
 @critique.command(name="compare")
 @click.argument("path", metavar="JOB", type=JobPath())
 @click.argument("names", metavar="RUN...", nargs=-1)
 @JOBS_DIR
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+@JSON
 def critique_compare(path: Path, names: tuple[str, ...], as_json: bool) -> None:
     """Compare critique runs of a job, by default all: how far critics agree, and on which trials they do not."""
     from pier.errors import UsageError
@@ -269,7 +249,7 @@ def critique_compare(path: Path, names: tuple[str, ...], as_json: bool) -> None:
     if len(runs) < 2:
         raise UsageError("comparing needs two critique runs", hint=f"pier critique list {path}")
     found = compare_runs(runs)
-    _report("json" if as_json else "full", asdict(found), [*runs_lines(runs), *agreement_lines(found)])
+    echo(asdict(found), as_json, [*runs_lines(runs), *agreement_lines(found)])
 
 
 @critique.command(name="copy")
@@ -286,13 +266,13 @@ def critique_copy(directory: Path) -> None:
 @click.argument("path", metavar="JOB|TRIAL", type=JobPath())
 @JOBS_DIR
 @_option(
-    "--no-model", is_flag=True, help="Group by what the wire, the verifier and the integrity notes say: exact and free."
+    "--no-model", is_flag=True, help="Group by recorded facts: model calls, the verifier's output, integrity notes."
 )
 @_option("-p", "--prompt", type=_FILE, help="The prompt for each trial.")
 @_option("-r", "--rubric", "rubrics", multiple=True, metavar="FILE|NAME", help=_RUBRIC_HELP)
 @_option("--job-prompt", type=_FILE, help="The prompt for the job as a whole.")
 @_option("--name", help="Name of the run; the same name continues it.  [default: the time]")
-@_option("--overwrite", is_flag=True, help="Analyze again what has an analysis.")
+@_option("--overwrite", is_flag=True, help="Analyze trials again that have an analysis.")
 @_option("--output", type=_FILE, group="Output", help="Write the result as JSON to this file.")
 @_WHICH
 @_JOB
@@ -338,9 +318,9 @@ def _run_analysis(request: AnalysisRequest, options: ReviewOptions, output: str 
 @click.command(cls=ReviewCommand)
 @click.argument("path", metavar="[WORKSPACE|JOB]", type=JobPath(), default=Path())
 @JOBS_DIR
-@_option("--all", "every", is_flag=True, group="Which trials", help="Trials that passed too, not only failures.")
+@_option("--all", "every", is_flag=True, group="Which trials", help="Include trials that passed.")
 @_option("-p", "--prompt", type=_FILE, help="The prompt for each trial.")
-@_option("--job-prompt", type=_FILE, help="The prompt for the whole.")
+@_option("--job-prompt", type=_FILE, help="The prompt for the whole job.")
 @_JOB
 def summarize(path: Path, every: bool, prompt: str | None, job_prompt: str | None, **flags: Any) -> None:
     """Summarize the failures of a workspace or a job in a few words, with a small model."""
@@ -402,16 +382,10 @@ def check(sources: tuple[str, ...], no_model: bool, run: bool, place: Path, **fl
 
 
 def _static_report(paths: list[Path], image: str | None) -> dict[str, dict[str, Any]]:
-    from pier.task.check import lint
-    from pier.trial.check import lint_services
+    from pier.cli.task import lint_all
 
-    report: dict[str, dict[str, Any]] = {}
-    for path in paths:
-        problems = [*lint(path), *lint_services(path)]
-        if image is not None:
-            problems = [problem for problem in problems if problem.rule not in ("no-image", "host-image")]
-        report[str(path.resolve())] = {"problems": [asdict(each) for each in problems], "runs": [], "review": None}
-    return report
+    rows = {str(path.resolve()): [asdict(each) for each in lint_all(path, image)] for path in paths}
+    return {path: {"problems": problems, "runs": [], "review": None} for path, problems in rows.items()}
 
 
 def _add_proofs(report: dict[str, dict[str, Any]], config: JobConfig) -> None:

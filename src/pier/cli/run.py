@@ -31,7 +31,7 @@ class JobPath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(value)
-        named = (ctx.meta[_JOBS_DIR] if ctx else Path("jobs")) / path
+        named = (ctx.meta if ctx else {}).get(_JOBS_DIR, Path("jobs")) / path
         return named if not path.exists() and ".." not in path.parts and named.exists() else path
 
 
@@ -44,7 +44,7 @@ JOBS_DIR = click.option(
     is_eager=True,
     expose_value=False,
     callback=lambda ctx, param, value: ctx.meta.__setitem__(_JOBS_DIR, value),
-    help="Where a job that is given by its name is.",
+    help="Directory of jobs that are given by name.",
 )
 """Eager, so that `JobPath` knows it."""
 
@@ -196,7 +196,8 @@ class RunCommand(SettingsCommand):
     )
 
 
-def _option(*names: str, group: str, **settings: Any) -> Any:
+def grouped_option(*names: str, group: str, **settings: Any) -> Any:
+    """An option that help shows in `group`."""
     return click.option(*names, cls=GroupedOption, group=group, **settings)
 
 
@@ -215,21 +216,23 @@ def _with_versions(config: JobConfig) -> JobConfig:
 
 @click.command(name="run", cls=RunCommand)
 @click.argument("tasks", nargs=-1, type=click.Path())
-@_option(
+@grouped_option(
     "-c", "--config", multiple=True, type=_FILE, group=COMMON, rank=9, help="A job file, YAML or JSON; repeatable."
 )
-@_option("--env-file", type=_FILE, group="Job", help="A file of NAME=value lines for ${NAME} templates.")
-@_option("-y", "--yes", is_flag=True, group="Job", help="Let tasks have the variables of yours that they ask for.")
-@_option(
+@grouped_option("--env-file", type=_FILE, group="Job", help="A file of NAME=value lines for ${NAME} templates.")
+@grouped_option(
+    "-y", "--yes", is_flag=True, group="Job", help="Give tasks the environment variables that they request."
+)
+@grouped_option(
     "--samples",
     type=click.Path(dir_okay=False, path_type=Path),
     group="Output",
     help="Write training samples of all trials to this file: .jsonl, or .parquet.",
 )
-@_option("--dry-run", is_flag=True, group="Output", help="Check everything, print the plan and stop.")
-@_option("--print-config", is_flag=True, group="Output", help="Print the merged configuration and stop.")
-@_option("--json", "as_json", is_flag=True, group="Output", help="Print the result as JSON, and no progress.")
-@_option("--debug", is_flag=True, group="Output", help="Print tracebacks and debug messages.")
+@grouped_option("--dry-run", is_flag=True, group="Output", help="Check everything, print the plan and stop.")
+@grouped_option("--print-config", is_flag=True, group="Output", help="Print the merged configuration and stop.")
+@grouped_option("--json", "as_json", is_flag=True, group="Output", help="Print the result as JSON, and no progress.")
+@grouped_option("--debug", is_flag=True, group="Output", help="Print tracebacks and debug messages.")
 def run(tasks: tuple[str, ...], **flags: Any) -> None:
     """Run agents on TASKS and grade the results.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
+
+from pier.cli.output import JSON, echo
+from pier.sizes import columns
 
 
 @click.group()
@@ -46,7 +48,7 @@ def _known_format(ctx: click.Context, param: click.Parameter, value: str) -> str
     help="Which calls make samples; can be given several times.",
 )
 @click.option("--trainable", is_flag=True, help="Only samples with a reward that the agent earned.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@JSON
 def export(
     places: tuple[Path, ...], out: Path | None, form: str, kinds: tuple[str, ...], trainable: bool, as_json: bool
 ) -> None:
@@ -62,34 +64,27 @@ def export(
 
     with sink_for(out) if out else nullcontext() as sink:
         report = export_samples(places, sink, form=form, kinds=kinds, trainable_only=trainable)
-    if as_json:
-        click.echo(json.dumps({**report.as_dict(), "file": str(out) if out else None}, indent=2))
-        return
-    if out is None:
-        click.echo("\n".join(_samples_table(report.rows)))
-    for name, value in report.as_dict().items():
+    found = {**report.as_dict(), "file": str(out) if out else None}
+    lines = [] if out else _samples_table(report.rows)
+    for name, value in found.items():
         if isinstance(value, dict):
             value = ", ".join(f"{key} {number}" for key, number in value.items()) or "none"
-        click.echo(f"{name.replace('_', ' '):27} {'unknown' if value is None else value}")
-    if out is not None:
-        click.echo(f"{'file':27} {out}")
+        if name != "file" or out:
+            lines.append(f"{name.replace('_', ' '):27} {'unknown' if value is None else value}")
+    echo(found, as_json, lines)
 
 
 def _samples_table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [f"{'SAMPLE':40} {'KIND':10} {'CALLS':>6} {'IDS':>8} {'TRAINED':>8} {'REWARD':>7}  NOTES"]
-    for row in rows:
-        cells = ["-" if row[name] is None else f"{row[name]:g}" for name in ("ids", "trained", "reward")]
-        notes = ", ".join([*((row["split"],) if row["split"] else ()), *row["flags"]])
-        lines.append(
-            f"{row['id']:40} {row['kind']:10} {row['calls']:>6} {cells[0]:>8} {cells[1]:>8} {cells[2]:>7}  {notes}"
-        )
-    return [*lines, ""]
+    notes = (", ".join([*((row["split"],) if row["split"] else ()), *row["flags"]]) for row in rows)
+    names = ("id", "kind", "calls", "ids", "trained", "reward")
+    cells = [(*(row[name] for name in names), note) for row, note in zip(rows, notes, strict=True)]
+    return [*columns(("SAMPLE", "KIND", "CALLS", "IDS", "TRAINED", "REWARD", "NOTES"), *cells), ""]
 
 
 @samples.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--vocab-size", type=click.IntRange(1), help="Also check that no id is outside of this vocabulary.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@JSON
 @click.pass_context
 def check(ctx: click.Context, files: tuple[Path, ...], vocab_size: int | None, as_json: bool) -> None:
     """Prove the promises of samples in FILES of the format `pier`; exits with 1 if one is broken.
@@ -101,10 +96,6 @@ def check(ctx: click.Context, files: tuple[Path, ...], vocab_size: int | None, a
     from pier.rollout.check import check_file
 
     found = [check_file(path, vocab_size) for path in files]
-    if as_json:
-        click.echo(json.dumps([each.as_dict() for each in found], indent=2))
-    for each in [] if as_json else found:
-        click.echo(f"{each.path}: {each.summary}")
-        for line in each.broken:
-            click.echo(f"  {line}")
+    lines = [line for each in found for line in (f"{each.path}: {each.summary}", *(f"  {one}" for one in each.broken))]
+    echo([each.as_dict() for each in found], as_json, lines)
     ctx.exit(int(any(each.broken for each in found)))

@@ -8,10 +8,12 @@ import json
 import os
 import shlex
 import signal
-import struct
 import sys
+import termios
+import threading
 import time
-from collections.abc import AsyncIterator, Coroutine
+import tty as terminal
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +23,12 @@ from pier.cli.output import JSON, echo
 from pier.sizes import columns, parse_size
 
 if TYPE_CHECKING:
+    import socket
+
     from pier.sandbox.contract import Mount, Process
 
 _SHELL = "/bin/sh"
+_CHUNK = 65536
 
 
 class Size(click.ParamType[int]):
@@ -45,10 +50,10 @@ def _exec_options(function: Any) -> Any:
         click.option("-w", "--workdir", metavar="DIR", help="Where the command starts."),
         click.option("-u", "--user", metavar="USER", help="Name or uid[:gid] that the command runs as."),
         click.option(
-            "--env", multiple=True, metavar="NAME=VALUE", help="Set a variable; NAME alone passes on this shell's."
+            "--env", multiple=True, metavar="NAME=VALUE", help="Set a variable; NAME alone forwards this shell's."
         ),
         click.option("--tty", is_flag=True, help="Give the command a terminal."),
-        click.option("--interactive", is_flag=True, help="Pass stdin on."),
+        click.option("--interactive", is_flag=True, help="Forward stdin."),
     ):
         function = option(function)
     return function
@@ -60,18 +65,20 @@ def sandbox() -> None:
 
 
 @sandbox.command(context_settings={"allow_interspersed_args": False})
-@click.option("--image", default="host", show_default=True, help="What the root is made from.")
+@click.option("--image", default="host", show_default=True, help="Image of the root file system.")
 @click.option("--network", type=click.Choice(["none", "public"]), default="none", show_default=True)
-@click.option("--allow", multiple=True, metavar="HOST", help="Let the sandbox reach this host, and only such.")
-@click.option("--cpus", type=float, help="How many cpus, such as 1.5.")
-@click.option("--memory", type=Size(), help="How much memory, such as 2G; 0 for unlimited.  [default: half of it]")
-@click.option("--processes", type=int, help="How many processes; 0 for unlimited.  [default: 4096]")
-@click.option("--disk", type=Size(), help="How much may be written; 0 for unlimited.  [default: half of what is free]")
-@click.option("--open-files", type=int, help="How many open files a process may have.")
+@click.option("--allow", multiple=True, metavar="HOST", help="Allow access to this host only; repeatable.")
+@click.option("--cpus", type=float, help="Number of CPUs, such as 1.5.")
+@click.option(
+    "--memory", type=Size(), help="Memory limit, such as 2G; 0 for unlimited.  [default: half of the machine's]"
+)
+@click.option("--processes", type=int, help="Maximum number of processes; 0 for unlimited.  [default: 4096]")
+@click.option("--disk", type=Size(), help="Disk limit; 0 for unlimited.  [default: half of the free space]")
+@click.option("--open-files", type=int, help="Maximum number of open files per process.")
 @click.option("--volume", multiple=True, metavar="SRC:DST[:ro|rw]", help="Mount a path of this machine.")
 @click.option("--name", default="", help="A name for `pier sandbox exec`.")
 @click.option("--hostname", default="pier", show_default=True)
-@click.option("--no-new-privileges", is_flag=True, help="Let nothing inside gain rights, sudo included.")
+@click.option("--no-new-privileges", is_flag=True, help="Prevent processes from gaining privileges, including by sudo.")
 @_exec_options
 @_command
 def run(command: tuple[str, ...], interactive: bool, tty: bool, **options: Any) -> None:
@@ -90,7 +97,7 @@ def list_(as_json: bool) -> None:
 
     rows = list_running()
     if not rows and not as_json:
-        click.echo("no sandboxes run", err=True)
+        click.echo("no running sandboxes", err=True)
         return
     facts = ("id", "name", "image", "pid", "started", "command")
     ages = [f"{int(time.time() - one.started)}s" for one in rows]
@@ -107,26 +114,20 @@ def exec_(name: str, command: tuple[str, ...], interactive: bool, tty: bool, **o
     """Run one more command in a running sandbox, by its name or id."""
     command = command[1:] if command[:1] == ("--",) else command
     if not command:
-        raise click.UsageError("a command is needed")
-    sys.exit(asyncio.run(_exec(name, command, interactive, tty, options)))
+        raise click.UsageError("missing COMMAND")
+    sys.exit(_exec(name, command, interactive, tty, options))
 
 
 @sandbox.command()
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 def stop(names: tuple[str, ...]) -> None:
     """Stop running sandboxes, by their names or ids."""
-    from pier.sandbox import remote
-
-    async def stop_one(name: str) -> None:
-        reader, writer = await remote.connect(remote.find_running(name))
-        try:
-            await remote.send(writer, remote.REQUEST, json.dumps({"op": "stop"}).encode())
-            await remote.receive(reader)
-        finally:
-            writer.close()
+    from pier.frames import REQUEST, pack
 
     for name in names:
-        asyncio.run(stop_one(name))
+        with _dial(name) as sock:
+            sock.sendall(pack(REQUEST, json.dumps({"op": "stop"}).encode()))
+            sock.recv(1)
         click.echo(name)
 
 
@@ -143,13 +144,13 @@ async def _until_terminated(work: Coroutine[Any, Any, int]) -> int:
 
 
 async def _run(command: tuple[str, ...], interactive: bool, tty: bool, options: dict[str, Any]) -> int:
-    from pier.cli import terminal
+    from pier.cli.workspace_exec import terminal_size, write
     from pier.sandbox.contract import Limits
     from pier.sandbox.opening import open_sandbox
     from pier.sandbox.remote import Running, serving
 
     if options["allow"] and options["network"] == "public":
-        raise click.UsageError("--allow says what may be reached; with --network public that is everything")
+        raise click.UsageError("cannot combine --allow with --network public")
     limits = {name: options.pop(name) for name in ("cpus", "memory", "processes", "disk", "open_files")}
     mounts = [_mount(text) for text in options.pop("volume")]
     env = _env(options.pop("env"))
@@ -162,9 +163,15 @@ async def _run(command: tuple[str, ...], interactive: bool, tty: bool, options: 
         running = Running(box.id, name, reference, os.getpid(), time.time(), argv, directory)
         async with serving(box, running, ended.set):
             env = {"TERM": os.environ.get("TERM", "xterm")} if tty else {}
-            process = await box.spawn(argv, env=env, tty=tty, stdin=interactive, on_output=terminal.write)
+            process = await box.spawn(
+                argv,
+                env=env,
+                tty=tty,
+                stdin=interactive,
+                on_output=lambda stream, data: write(1 if stream == "stdout" else 2, data),
+            )
             if tty:
-                await process.resize(*terminal.size())
+                await process.resize(*terminal_size())
             code = await _attach(process, interactive, tty, ended)
         if code == 127 and argv == [_SHELL] and not command:
             click.echo(f"{reference} has neither a default command nor a shell: give the program to run", err=True)
@@ -177,28 +184,21 @@ def _mount(text: str) -> Mount:
     source, _, rest = text.partition(":")
     target, _, mode = rest.partition(":")
     if not source or not target.startswith("/") or mode not in ("", "ro", "rw"):
-        raise click.UsageError(f"{text!r} is not of the form SRC:DST[:ro|rw] with an absolute DST")
+        raise click.UsageError(f"invalid value {text!r} for --volume: expected SRC:DST[:ro|rw] with an absolute DST")
     return Mount(target, Path(source).resolve(), read_only=mode != "rw")
 
 
 def _env(rows: tuple[str, ...]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for row in rows:
-        name, equals, value = row.partition("=")
-        if equals:
-            found[name] = value
-        elif name in os.environ:
-            found[name] = os.environ[name]
-    return found
+    given = (row.partition("=") for row in rows)
+    found = {name: value if equals else os.environ.get(name) for name, equals, value in given}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 async def _attach(process: Process, interactive: bool, tty: bool, ended: asyncio.Event) -> int:
-    from pier.cli import terminal
-
     async with process, _background() as tasks:
-        with terminal.raw() if tty else contextlib.nullcontext(), terminal.resizing(process.resize):
+        with _raw() if tty else contextlib.nullcontext(), _resizing(process.resize):
             if interactive:
-                tasks.add(asyncio.create_task(terminal.pump(process.write, process.close_stdin)))
+                tasks.add(asyncio.create_task(_pump(process.write, process.close_stdin)))
             waiting = asyncio.create_task(process.wait())
             stopping = asyncio.create_task(ended.wait())
             tasks.update({waiting, stopping})
@@ -207,8 +207,8 @@ async def _attach(process: Process, interactive: bool, tty: bool, ended: asyncio
                 return 137
             result = waiting.result()
     if result.out_of_memory or result.out_of_disk:
-        limit = "--memory allows" if result.out_of_memory else "--disk allows to be written"
-        click.echo(f"killed: the sandbox took more than {limit}", err=True)
+        limit = "--memory" if result.out_of_memory else "--disk"
+        click.echo(f"killed: the sandbox exceeded its {limit} limit", err=True)
     return result.exit_code
 
 
@@ -225,11 +225,9 @@ async def _background() -> AsyncIterator[set[asyncio.Task[Any]]]:
             await asyncio.wait(tasks)
 
 
-async def _exec(name: str, command: tuple[str, ...], interactive: bool, tty: bool, options: dict[str, Any]) -> int:
-    from pier.cli import terminal
-    from pier.sandbox import remote
+def _exec(name: str, command: tuple[str, ...], interactive: bool, tty: bool, options: dict[str, Any]) -> int:
+    from pier.cli.workspace_exec import relay, terminal_size
 
-    reader, writer = await remote.connect(remote.find_running(name))
     request = {
         "op": "exec",
         "argv": list(command),
@@ -237,41 +235,85 @@ async def _exec(name: str, command: tuple[str, ...], interactive: bool, tty: boo
         "user": options["user"],
         "env": _env(options["env"]) | ({"TERM": os.environ.get("TERM", "xterm")} if tty else {}),
         "tty": tty,
+        "size": terminal_size() if tty else None,
         "stdin": interactive,
     }
-
-    async def resize(rows: int, columns: int) -> None:
-        await remote.send(writer, remote.RESIZE, struct.pack("!HH", rows, columns))
-
-    try:
-        await remote.send(writer, remote.REQUEST, json.dumps(request).encode())
-        async with _background() as tasks:
-            with terminal.raw() if tty else contextlib.nullcontext(), terminal.resizing(resize):
-                if tty:
-                    await resize(*terminal.size())
-                if interactive:
-                    sending = terminal.pump(
-                        lambda data: remote.send(writer, remote.STDIN, data),
-                        lambda: remote.send(writer, remote.STDIN_END),
-                    )
-                    tasks.add(asyncio.create_task(sending))
-                return await _take_output(reader)
-    finally:
-        writer.close()
+    with _dial(name) as sock:
+        return relay(sock, request, tty=tty, stdin=interactive)["exit_code"]
 
 
-async def _take_output(reader: asyncio.StreamReader) -> int:
-    from pier.cli import terminal
+@contextlib.contextmanager
+def _dial(name: str) -> Iterator[socket.socket]:
+    """A connection to a running sandbox; `SandboxError` if that goes away."""
     from pier.errors import SandboxError
-    from pier.sandbox import remote
+    from pier.frames import dial
+    from pier.sandbox.remote import find_running
 
-    while (frame := await remote.receive(reader)) is not None:
-        kind, payload = frame
-        if kind in (remote.STDOUT, remote.STDERR):
-            terminal.write("stdout" if kind == remote.STDOUT else "stderr", payload)
-        elif kind == remote.EXIT:
-            return json.loads(payload)["exit_code"]
-        elif kind == remote.ERROR:
-            error = json.loads(payload)
-            raise SandboxError(error["message"], code=error["code"], blame=error.get("blame"))
-    raise SandboxError("the sandbox is gone", code="sandbox_gone")
+    gone = SandboxError(f"the sandbox {name} is gone", code="sandbox_gone")
+    try:
+        connection = dial(str(find_running(name).directory))
+    except OSError as error:
+        raise gone from error
+    with connection:
+        try:
+            yield connection
+        except SandboxError as error:
+            raise gone if error.code == "supervisor_gone" else error from None
+
+
+@contextlib.contextmanager
+def _raw() -> Iterator[None]:
+    """The terminal passes every key on while this lasts. Without a terminal nothing changes."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(0)
+    terminal.setraw(0, termios.TCSADRAIN)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(0, termios.TCSADRAIN, before)
+
+
+async def _pump(on_data: Callable[[bytes], Awaitable[None]], on_end: Callable[[], Awaitable[None]]) -> None:
+    """Pass this process's stdin on until its end. The thread that reads dies with the process."""
+    loop = asyncio.get_running_loop()
+    chunks: asyncio.Queue[bytes] = asyncio.Queue()
+    room = threading.Semaphore(16)
+
+    def read() -> None:
+        data = b"?"
+        while data:
+            room.acquire()
+            try:
+                data = os.read(0, _CHUNK)
+            except OSError:
+                data = b""
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(chunks.put_nowait, data)
+
+    threading.Thread(target=read, daemon=True, name="pier-stdin").start()
+    while data := await chunks.get():
+        await on_data(data)
+        room.release()
+    await on_end()
+
+
+@contextlib.contextmanager
+def _resizing(on_resize: Callable[[int, int], Awaitable[None]]) -> Iterator[None]:
+    """Report each change of this terminal's size."""
+    from pier.cli.workspace_exec import terminal_size
+
+    loop = asyncio.get_running_loop()
+    reporting: set[asyncio.Future[None]] = set()
+
+    def changed() -> None:
+        task = asyncio.ensure_future(on_resize(*terminal_size()))
+        reporting.add(task)
+        task.add_done_callback(reporting.discard)
+
+    loop.add_signal_handler(signal.SIGWINCH, changed)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGWINCH)

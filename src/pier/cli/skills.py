@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict
 from pathlib import Path
 
 import click
+
+from pier.cli.output import JSON, echo
+from pier.sizes import columns
 
 _directory = click.Path(file_okay=False, path_type=Path)
 
 
 @click.group(invoke_without_command=True)
 @click.option("-a", "--agent", "agents", multiple=True, metavar="NAME", help="Register for this agent; repeatable.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@JSON
 @click.pass_context
 def skills(ctx: click.Context, agents: tuple[str, ...], as_json: bool) -> None:
     """Register the task's skills for the agents in use, in a workspace without a sandbox.
@@ -31,13 +34,9 @@ def skills(ctx: click.Context, agents: tuple[str, ...], as_json: bool) -> None:
     found = asyncio.run(
         install_skills(workspace, agents_in_use(workspace, agents), lambda line: click.echo(line, err=True))
     )
-    if as_json:
-        rows = [{"name": s.name, "path": str(s.path), "agents": s.agents, "kept": s.kept} for s in found]
-        click.echo(json.dumps(rows, indent=2))
-        return
-    for skill in found:
-        note = "kept: another skill of this name is there" if skill.kept else f"for {', '.join(skill.agents)}"
-        click.echo(f"{skill.name:20} {skill.path.relative_to(workspace.root)}  {note}")
+    notes = ["kept: another skill of this name is there" if s.kept else f"for {', '.join(s.agents)}" for s in found]
+    rows = [(s.name, s.path.relative_to(workspace.root), note) for s, note in zip(found, notes, strict=True)]
+    echo([asdict(skill) for skill in found], as_json, columns(*rows) if rows else ())
 
 
 @skills.command()

@@ -46,7 +46,7 @@ def init(directory: Path, org: str) -> None:
 @click.argument("sources", nargs=-1, required=True)
 @click.option("--run", is_flag=True, help="Also run it: the oracle must earn 1, doing nothing must not.")
 @click.option(
-    "-k", "--attempts", default=1, show_default=True, type=click.IntRange(1), help="Runs of each, with --run."
+    "-k", "--attempts", default=1, show_default=True, type=click.IntRange(1), help="Attempts of each agent, with --run."
 )
 @click.option("--strict", is_flag=True, help="Warnings count as errors.")
 @click.option("--image", help="Run in this image instead of the task's own.")
@@ -60,14 +60,10 @@ def check(
 ) -> None:
     """Check tasks for mistakes. With --run, also prove that the solution passes, that doing nothing does not, and that
     the fix is not in the history of a repository."""
-    from pier.task.check import lint
     from pier.task.sources import find_tasks
-    from pier.trial.check import lint_services
 
     paths = [origin.path for source in sources for origin in find_tasks(source, warn=_warn)]
-    problems = [problem for path in paths for problem in (*lint(path), *lint_services(path))]
-    if image is not None:
-        problems = [problem for problem in problems if problem.rule not in ("no-image", "host-image")]
+    problems = [problem for path in paths for problem in lint_all(path, image)]
     failed = any(problem.level == "error" or strict for problem in problems)
     if not as_json:
         _print_problems(problems, len(paths), show_all=show_all)
@@ -86,6 +82,15 @@ def check(
         rows = [asdict(problem) for problem in problems]
         click.echo(json.dumps({"ok": not failed, "problems": rows, "runs": [proof_row(p) for p in proofs]}, indent=2))
     sys.exit(1 if failed else 0)
+
+
+def lint_all(path: Path, image: str | None) -> list[Problem]:
+    """All static checks of a task; `image` replaces the image that the task names."""
+    from pier.task.check import lint
+    from pier.trial.check import lint_services
+
+    problems = [*lint(path), *lint_services(path)]
+    return [problem for problem in problems if image is None or problem.rule not in ("no-image", "host-image")]
 
 
 async def prove_tasks(
@@ -150,23 +155,16 @@ def proof_row(proof: Proof) -> dict[str, Any]:
 
 @task.command("list")
 @click.argument("sources", nargs=-1, required=True)
-@click.option("-i", "--include", multiple=True, help="Only tasks whose name fits this glob.")
-@click.option("-x", "--exclude", multiple=True, help="No tasks whose name fits this glob.")
-@click.option("-l", "--n-tasks", type=click.IntRange(0), help="At most this many.")
-@click.option("--sample-seed", type=int, help="Take them at random, the same ones for the same seed.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
-def list_tasks(
-    sources: tuple[str, ...],
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    n_tasks: int | None,
-    sample_seed: int | None,
-    as_json: bool,
-) -> None:
+@click.option("-i", "--include", multiple=True, help="Only tasks whose name matches this glob.")
+@click.option("-x", "--exclude", multiple=True, help="Skip tasks whose name matches this glob.")
+@click.option("-l", "--n-tasks", type=click.IntRange(0), help="List only the first N tasks.")
+@click.option("--sample-seed", type=int, help="Shuffle the tasks with this seed first.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+def list_tasks(sources: tuple[str, ...], as_json: bool, **chosen: Any) -> None:
     """List the tasks of directories, repositories, dataset.toml and registry.json files."""
     from pier.task.sources import Selection, resolve_sources
 
-    selection = Selection(include, exclude, n_tasks, sample_seed)
+    selection = Selection(**chosen)
     for found in resolve_sources(sources, selection, verify=False, warn=_warn):
         if as_json:
             click.echo(json.dumps(_summary(found)))

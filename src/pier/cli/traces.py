@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from pier.cli.output import JSON, echo
+from pier.cli.trajectory import print_trajectory
+from pier.sizes import columns
+
 if TYPE_CHECKING:
     from pier.redact import Redactor
     from pier.workspace.traces import ExportReport
     from pier.workspace.workspace import Workspace
-
-_json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @click.command()
@@ -27,7 +28,7 @@ _json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Directory to save to.  [default: .pier/trials/TIME]"
 )
-@_json_flag
+@JSON
 def capture(
     session_dir: str | None, agent: str | None, session: str | None, output: Path | None, as_json: bool
 ) -> None:
@@ -40,15 +41,16 @@ def capture(
 
     found = save(_workspace(), agent=agent, session=session, session_dir=session_dir, output=output)
     done, used = found.session, found.session.result
-    if as_json:
-        row = {"directory": str(found.directory), "agent": done.agent, "version": done.version, "model": done.model}
-        row |= {"session": done.id, "source": done.source, **used.model_dump(mode="json", exclude_none=True)}
-        click.echo(json.dumps(row, indent=2))
-        return
+    row = {"directory": str(found.directory), "agent": done.agent, "version": done.version, "model": done.model}
+    row |= {"session": done.id, "source": done.source, **used.model_dump(mode="json", exclude_none=True)}
     whose = f"{done.agent} {done.version}" + (f" with {done.model}" if done.model else "")
-    click.echo(f"session     {done.id}: {whose}, {used.n_agent_steps or 0} steps{_cost(used.cost_usd)}")
-    click.echo(f"from        {'the recording of its model calls' if done.source == 'recording' else done.source}")
-    click.echo(f"trajectory  {found.directory / 'agent' / 'trajectory.json'}")
+    cost = "" if used.cost_usd is None else f", ${used.cost_usd:.4f}"
+    lines = [
+        f"session     {done.id}: {whose}, {used.n_agent_steps or 0} steps{cost}",
+        f"from        {'the recording of its model calls' if done.source == 'recording' else done.source}",
+        f"trajectory  {found.directory / 'agent' / 'trajectory.json'}",
+    ]
+    echo(row, as_json, lines)
 
 
 def _workspace() -> Workspace | None:
@@ -64,16 +66,12 @@ def _workspace() -> Workspace | None:
         return None
 
 
-def _cost(cost: float | None) -> str:
-    return "" if cost is None else f", ${cost:.4f}"
-
-
 @click.command()
 @click.argument("words", nargs=-1, metavar="[show] [ID]")
 @click.option("--all", "every", is_flag=True, help="Export all of them.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Archive to write: FILE.tar.gz.")
-@click.option("--full", is_flag=True, help="With show: cut no text.")
-@_json_flag
+@click.option("--full", is_flag=True, help="With show: do not truncate text.")
+@JSON
 def traces(words: tuple[str, ...], every: bool, output: Path | None, full: bool, as_json: bool) -> None:
     """List the trials of this workspace or directory, or export them with -o.
 
@@ -95,12 +93,12 @@ def traces(words: tuple[str, ...], every: bool, output: Path | None, full: bool,
     elif output is not None:
         chosen = [view.directory for view in list_traces(home)] if every else [find_trace(home, name)]
         if not chosen:
-            raise UsageError(f"there are no traces in {home}", hint="pier capture saves one", code="no-traces")
+            raise UsageError(f"no traces in {home}", hint="pier capture saves one", code="no-traces")
         _report(export(chosen, output, _redactor()), as_json=as_json)
     else:
         wanted = find_trace(home, name).name if name else None
         rows = [row for row in trace_rows(list_traces(home)) if wanted in (None, row["id"])]
-        click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(_table(rows)))
+        echo(rows, as_json, _table(rows))
 
 
 def _redactor() -> Redactor:
@@ -117,34 +115,22 @@ def _redactor() -> Redactor:
 def _show(directory: Path, *, full: bool, as_json: bool) -> None:
     from pier.errors import UsageError
     from pier.job.view import TrialView
-    from pier.trajectory.model import dump, read
-    from pier.trajectory.show import lines
-    from pier.trial.record import printable
+    from pier.trajectory.model import read
 
     files = TrialView.open(directory).files.trajectories
     if not files:
         raise UsageError(f"{directory} has no trajectory", hint=f"pier trial show {directory}", code="no-trajectory")
     for path in files:
-        found = read(path)
-        if as_json:
-            click.echo(dump(found), nl=False)
-            continue
-        for line in lines(found, width=0 if full else 2000):
-            click.echo(printable(line))
+        print_trajectory(read(path), as_json=as_json, full=full)
 
 
 def _report(report: ExportReport, *, as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps({"output": str(report.output), **report.as_dict()}, indent=2))
-        return
-    for row in report.redacted:
-        click.echo(f"redacted  {row['count']} x {row['kind']} in {row['file']}")
-    for row in report.left_out:
-        click.echo(f"left out  {row['file']}: {row['reason']}")
+    lines = [f"redacted  {row['count']} x {row['kind']} in {row['file']}" for row in report.redacted]
+    lines += [f"left out  {row['file']}: {row['reason']}" for row in report.left_out]
     total = sum(report.counts().values())
     many = f"{len(report.trials)} trials" if len(report.trials) > 1 else report.trials[0]
-    click.echo(f"exported  {many}, {report.files} files, {total} secrets redacted")
-    click.echo(f"archive   {report.output}")
+    lines += [f"exported  {many}, {report.files} files, {total} secrets redacted", f"archive   {report.output}"]
+    echo({"output": str(report.output), **report.as_dict()}, as_json, lines)
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
@@ -152,18 +138,14 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 
     if not rows:
         return ["no traces yet; pier capture saves one"]
-    lines = [f"{'ID':22} {'TASK':20} {'AGENT':14} {'MODEL':26} {'STEPS':>5} {'TOKENS':>9} {'COST':>9} {'REWARD':>7}"]
+    cells: list[tuple[object, ...]] = []
     for row in rows:
         known = [row["input_tokens"], row["output_tokens"]]
-        tokens = "-" if None in known else str(sum(known))
-        cost = "-" if row["cost_usd"] is None else f"${row['cost_usd']:.4f}"
-        steps = "-" if row["steps"] is None else str(row["steps"])
-        texts = [row["task"], row["agent"], row["model"] or "-"]
-        task, agent, model = (printable(text)[:size] for text, size in zip(texts, (20, 14, 26), strict=True))
-        lines.append(
-            f"{row['id']:22} {task:20} {agent:14} {model:26} {steps:>5} {tokens:>9} {cost:>9} {_reward(row):>7}"
-        )
-    return lines
+        cost = None if row["cost_usd"] is None else f"${row['cost_usd']:.4f}"
+        texts = ((row["task"], 20), (row["agent"], 14), (row["model"] or "-", 26))
+        names = (printable(text)[:size] for text, size in texts)
+        cells.append((row["id"], *names, row["steps"], None if None in known else sum(known), cost, _reward(row)))
+    return columns(("ID", "TASK", "AGENT", "MODEL", "STEPS", "TOKENS", "COST", "REWARD"), *cells)
 
 
 def _reward(row: dict[str, Any]) -> str:

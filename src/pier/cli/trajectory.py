@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from pier.cli.output import JSON
+from pier.cli.output import JSON, echo
+
+if TYPE_CHECKING:
+    from pier.trajectory.model import Trajectory
 
 PLACE = click.argument("places", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 
@@ -22,27 +25,23 @@ def trajectory() -> None:
 @PLACE
 @JSON
 @click.option("--strict/--no-strict", default=True, help="Also check the rules that pier adds to ATIF.")
-@click.option("--media/--no-media", default=True, help="Also check that the pictures named are there.")
+@click.option("--media/--no-media", default=True, help="Also check that the referenced pictures exist.")
 @click.pass_context
 def validate(ctx: click.Context, places: tuple[Path, ...], as_json: bool, strict: bool, media: bool) -> None:
     """Check trajectories against ATIF and pier's stricter rules; exits with 1 if any is broken."""
     from pier.trajectory.model import find
     from pier.trajectory.rules import validate_file
 
-    report = []
+    report: list[dict[str, Any]] = []
+    lines: list[str] = []
     for place in places:
         file = find(place)
         found = [item for item in validate_file(file, media=media) if strict or item.level == "error"]
         report.append({"file": str(file), "valid": not found, "findings": [asdict(item) for item in found]})
-        if as_json:
-            continue
-        click.echo(f"{file}: {'valid' if not found else f'{len(found)} findings'}")
-        for item in found:
-            click.echo(f"  {item.level} {item.rule}: {item.where} {item.message}")
-    if as_json:
-        click.echo(json.dumps(report, indent=2))
-    if not all(entry["valid"] for entry in report):
-        ctx.exit(1)
+        lines.append(f"{file}: {'valid' if not found else f'{len(found)} findings'}")
+        lines += [f"  {item.level} {item.rule}: {item.where} {item.message}" for item in found]
+    echo(report, as_json, lines)
+    ctx.exit(int(not all(entry["valid"] for entry in report)))
 
 
 @trajectory.command()
@@ -63,33 +62,36 @@ def convert(ctx: click.Context, place: Path, output: Path, agent: str | None, as
         try:
             write(session, target)
         except UsageError as error:
-            click.echo(f"Error: {error}", err=True)
+            click.echo(f"pier: {error}", err=True)
             broken = True
             continue
         rows.append({"agent": session.agent, "session": session.id, "source": str(session.path), "file": str(target)})
-        if not as_json:
-            click.echo(f"{target}  {session.agent} {session.id}")
-    if as_json:
-        click.echo(json.dumps(rows, indent=2))
-    if broken:
-        ctx.exit(1)
+    echo(rows, as_json, [f"{row['file']}  {row['agent']} {row['session']}" for row in rows])
+    ctx.exit(int(broken))
 
 
 @trajectory.command()
 @click.argument("place", type=click.Path(exists=True, path_type=Path))
 @JSON
-@click.option("--full", is_flag=True, help="Cut no text.")
+@click.option("--full", is_flag=True, help="Do not truncate text.")
 def show(place: Path, as_json: bool, full: bool) -> None:
     """Print a trajectory step by step."""
-    from pier.trajectory.model import dump, find, read
-    from pier.trajectory.show import lines
+    from pier.trajectory.model import find, read
 
-    found = read(find(place))
+    print_trajectory(read(find(place)), as_json=as_json, full=full)
+
+
+def print_trajectory(found: Trajectory, *, as_json: bool, full: bool) -> None:
+    """Print a trajectory as JSON, or step by step with long texts cut unless `full`."""
+    from pier.trajectory.model import dump
+    from pier.trajectory.show import lines
+    from pier.trial.record import printable
+
     if as_json:
         click.echo(dump(found), nl=False)
         return
     for line in lines(found, width=0 if full else 2000):
-        click.echo(line)
+        click.echo(printable(line))
 
 
 @trajectory.command()
@@ -101,12 +103,11 @@ def stats(places: tuple[Path, ...], as_json: bool) -> None:
     from pier.trajectory.show import stats as count
 
     counted = [(file, count(read(file))) for file in map(find, places)]
-    if as_json:
-        click.echo(json.dumps([{"file": str(file), **found} for file, found in counted], indent=2))
-        return
+    lines: list[str] = []
     for file, found in counted:
-        click.echo(str(file))
+        lines.append(str(file))
         for name, value in found.items():
             if name == "tools":
                 value = ", ".join(f"{tool} {number}" for tool, number in value.items()) or "none"
-            click.echo(f"  {name.replace('_', ' '):20} {'unknown' if value is None else value}")
+            lines.append(f"  {name.replace('_', ' '):20} {'unknown' if value is None else value}")
+    echo([{"file": str(file), **found} for file, found in counted], as_json, lines)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pier.cli.output import JSON, echo
 from pier.cli.run import JOBS_DIR, JobPath
 
 if TYPE_CHECKING:
@@ -26,22 +27,17 @@ def trial() -> None:
 @trial.command()
 @click.argument("directory", metavar="TRIAL", type=JobPath())
 @JOBS_DIR
-@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+@JSON
 def show(directory: Path, as_json: bool) -> None:
     """Show how a trial ended: its rewards, what went wrong, how far the verdict can be trusted, where files are.
 
     TRIAL is a directory, or JOB/NAME in --jobs-dir.
     """
     from pier.job.view import TrialView
-
-    view = TrialView.open(directory)
-    if as_json:
-        click.echo(json.dumps(_data(view), indent=2))
-        return
     from pier.trial.record import printable
 
-    for line in _lines(view):
-        click.echo(printable(line))
+    view = TrialView.open(directory)
+    echo(_data(view), as_json, map(printable, _lines(view)))
 
 
 def _data(view: TrialView) -> dict[str, Any]:
@@ -76,7 +72,7 @@ def _lines(view: TrialView) -> list[str]:
 
 
 def _journal_lines(view: TrialView) -> list[str]:
-    """What is known of a trial whose result cannot be read."""
+    """The lines about a trial whose result cannot be read."""
     if view.outcome is None:
         return [f"problem  {view.problem}"]
     rewards, fault = view.outcome.rewards, view.outcome.fault

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
+
+from pier.cli.output import echo
+from pier.cli.run import JobPath
 
 if TYPE_CHECKING:
     from pier.view.library import Library
@@ -31,18 +34,6 @@ def view() -> None:
     """
 
 
-class _ShownPath(click.Path):
-    """A path or, if there is no such path, the name of a job or trial in `jobs`."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        path = Path(value)
-        named = Path("jobs") / path
-        return named if not path.exists() and ".." not in path.parts and named.exists() else path
-
-
 def _here() -> Path:
     """The jobs of this directory or, without any, the workspace around it."""
     from pier.workspace.workspace import PIER
@@ -52,7 +43,7 @@ def _here() -> Path:
     return places[0] if places else jobs
 
 
-PATH = click.argument("path", type=_ShownPath(), default=_here)
+PATH = click.argument("path", type=JobPath(), default=_here)
 
 
 @view.command()
@@ -92,12 +83,9 @@ def export(path: Path, output: Path, as_json: bool) -> None:
     made = Export(Library.open(path), Cleaner(dict(os.environ), str(Path.home())))
     made.write(output)
     report = made.cleaner.report()
-    if as_json:
-        click.echo(json.dumps({"output": str(output), "n_pages": made.n_pages, "redacted": report}, indent=2))
-        return
-    click.echo(f"{output}: {made.n_pages} pages")
     words = [f"{count} × {kind}" for kind, count in report["totals"].items()]
-    click.echo(f"redacted: {', '.join(words) or 'nothing'}")
+    lines = [f"{output}: {made.n_pages} pages", f"redacted: {', '.join(words) or 'nothing'}"]
+    echo({"output": str(output), "n_pages": made.n_pages, "redacted": report}, as_json, lines)
 
 
 def _print_page(library: Library, page: str) -> None:

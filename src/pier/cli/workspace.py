@@ -6,19 +6,20 @@ import json
 import os
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pier.cli.output import shown
+from pier.cli.output import JSON, echo, shown
 from pier.errors import UsageError
+from pier.sizes import columns
 
 if TYPE_CHECKING:
     from pier.workspace.client import WorkspacePlace
     from pier.workspace.workspace import Workspace
 
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 _directory = click.Path(file_okay=False, path_type=Path)
 _where = click.option(
     "-d",
@@ -26,7 +27,7 @@ _where = click.option(
     "--workspace-dir",
     "directory",
     type=_directory,
-    help="The workspace.  [default: the one around here]",
+    help="The workspace.  [default: the enclosing one]",
 )
 
 
@@ -38,8 +39,10 @@ _where = click.option(
 @click.option("-m", "--model", metavar="MODEL", help="The model for every agent.  [default: what an agent asks for]")
 @click.option("--host", is_flag=True, help="No sandbox: work in the directory on this machine.")
 @click.option("--no-mount", is_flag=True, help="Keep the files inside; `pier stop` copies them back.")
-@click.option("--ports", multiple=True, metavar="[HOST:]PORT", help="Reach a port inside on 127.0.0.1; repeatable.")
-@click.option("--mounts-json", metavar="JSON", help="More mounts: '[\"./data:/data:ro\"]'.")
+@click.option(
+    "--ports", multiple=True, metavar="[HOST:]PORT", help="Forward a port of the sandbox to 127.0.0.1; repeatable."
+)
+@click.option("--mounts-json", metavar="JSON", help="Additional mounts: '[\"./data:/data:ro\"]'.")
 @click.option(
     "-e", "--variable", "env", multiple=True, metavar="NAME=VALUE", help="Set a variable for every command; repeatable."
 )
@@ -47,9 +50,9 @@ _where = click.option(
 @click.option("--skill", "skills", multiple=True, type=_directory, help="Give a skill to every agent; repeatable.")
 @click.option("-f", "--force", is_flag=True, help="Start in a directory that is not empty; its files stay.")
 @click.option("--env", "backend", metavar="BACKEND", help="Where the sandbox runs: local or docker.  [default: local]")
-@click.option("-y", "--yes", is_flag=True, help="Let the task have the variables of yours that it asks for.")
+@click.option("-y", "--yes", is_flag=True, help="Give the task the environment variables that it requests.")
 @click.option("--direct", is_flag=True, help="Agents call their providers themselves, with the variables of -e.")
-@_json
+@JSON
 def start(task: str | None, as_json: bool, **options: Any) -> None:
     """Start a workspace: a directory with a live sandbox around it.
 
@@ -158,7 +161,7 @@ def _place(directory: Path | None) -> WorkspacePlace | Workspace:
 @click.option("--list", "list_all", is_flag=True, help="List the commands in the background.")
 @click.option("--logs", metavar="ID", help="Print the log of a command in the background.")
 @click.option("--stop", "stop_id", metavar="ID", help="Stop a command in the background.")
-@_json
+@JSON
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def exec_(
     command: tuple[str, ...], detach: bool, list_all: bool, logs: str | None, stop_id: str | None, as_json: bool
@@ -181,13 +184,13 @@ def exec_(
     if list_all:
         rows = workspace_exec.list_background(workspace)
         lines = [f"{row['id']:>4}  {row['state']:<12}  {' '.join(row['command'])}" for row in rows]
-        click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(lines) or "no commands in the background")
+        echo(rows, as_json, lines or ["no commands in the background"])
     elif logs is not None:
         workspace_exec.print_log(workspace, logs)
     elif stop_id is not None:
         workspace_exec.stop_background(workspace, stop_id)
     elif not command:
-        raise click.UsageError("a command is needed, such as: pier exec bash")
+        raise click.UsageError("missing COMMAND, such as: pier exec bash")
     elif detach:
         id = workspace_exec.detach(workspace, command)
         click.echo(f"{id}  (pier exec --logs {id}, pier exec --stop {id})")
@@ -205,7 +208,7 @@ def exec_(
 @click.option("--step", help="The step whose tests run, by its name.  [default: the first]")
 @click.option("--in-place", is_flag=True, help="Run the tests in the workspace's own sandbox, not in a copy of it.")
 @click.option("--watch", is_flag=True, help="Run again whenever the tests or the workspace change.")
-@_json
+@JSON
 def verify(directory: Path | None, watch: bool, as_json: bool, **options: Any) -> None:
     """Run the task's tests on the present state, print the reward, and save result and trajectory.
 
@@ -225,7 +228,7 @@ def verify(directory: Path | None, watch: bool, as_json: bool, **options: Any) -
 @click.command()
 @_where
 @click.option("--name-only", is_flag=True, help="Print paths only.")
-@_json
+@JSON
 def diff(directory: Path | None, name_only: bool, as_json: bool) -> None:
     """Show what changed in the workspace since its start, and what changed elsewhere in its sandbox."""
     from pier.workspace.diff import outside_changes, workspace_changes
@@ -234,8 +237,7 @@ def diff(directory: Path | None, name_only: bool, as_json: bool) -> None:
     workspace = Workspace.find(directory)
     changes, outside = workspace_changes(workspace), outside_changes(workspace)
     if as_json:
-        rows = [{"path": change.path, "kind": change.kind, "diff": change.diff} for change in changes]
-        click.echo(json.dumps({"changes": rows, "outside": outside}, indent=2))
+        echo({"changes": [asdict(change) for change in changes], "outside": outside}, as_json, ())
         return
     for change in changes:
         if name_only or not change.diff:
@@ -249,7 +251,9 @@ def diff(directory: Path | None, name_only: bool, as_json: bool) -> None:
 @click.command()
 @click.argument("target", type=_directory)
 @_where
-@click.option("--ports", multiple=True, metavar="[HOST:]PORT", help="Reach a port inside on 127.0.0.1; repeatable.")
+@click.option(
+    "--ports", multiple=True, metavar="[HOST:]PORT", help="Forward a port of the sandbox to 127.0.0.1; repeatable."
+)
 def fork(target: Path, directory: Path | None, ports: tuple[str, ...]) -> None:
     """Make a second workspace in TARGET from the present state of this one, and start it.
 
@@ -291,7 +295,7 @@ def stop(directory: Path | None) -> None:
 
 
 @click.command("list")
-@_json
+@JSON
 def list_(as_json: bool) -> None:
     """List the workspaces of this machine."""
     from pier.workspace.client import list_places, status_of
@@ -300,14 +304,9 @@ def list_(as_json: bool) -> None:
     rows = [status_of(place) for place in list_places(gone.append)]
     for path in gone:
         click.echo(f"{path} is gone and no longer listed; pier start in its new place brings it back", err=True)
-    if as_json:
-        click.echo(json.dumps(rows, indent=2))
-        return
-    if not rows:
+    if not rows and not as_json:
         click.echo("no workspaces: pier start TASK -d DIR makes one", err=True)
         return
     table = [("Workspace", "Sandbox", "Status"), *((r["workspace"], r["sandbox"] or "—", r["status"]) for r in rows)]
-    widths = [max(len(row[column]) for row in table) for column in range(3)]
-    table.insert(1, ("─" * widths[0], "─" * widths[1], "─" * widths[2]))
-    for row in table:
-        click.echo("  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip())
+    rule = ["─" * max(map(len, column)) for column in zip(*table, strict=True)]
+    echo(rows, as_json, columns(table[0], rule, *table[1:]))

@@ -55,16 +55,9 @@ def run(place: WorkspacePlace | Workspace, command: Sequence[str]) -> int:
     """Run a command with this process's streams; its exit code."""
     _open_streams()
     tty = os.isatty(0) and os.isatty(1)
-    asked = request("exec", place, command) | {"tty": tty, "size": _size()}
+    asked = request("exec", place, command) | {"tty": tty, "size": terminal_size()}
     with connect(place) as sock:
-        before = termios.tcgetattr(0) if tty else None
-        try:
-            if before is not None:
-                _set_raw()
-            answer = _Relay(sock, asked).run(resizes=tty)
-        finally:
-            if before is not None:
-                termios.tcsetattr(0, termios.TCSADRAIN, before)
+        answer = relay(sock, asked, tty=tty)
     for note in answer["notes"]:
         sys.stderr.write(f"pier: {note}\n")
     if answer["missing"]:
@@ -72,8 +65,20 @@ def run(place: WorkspacePlace | Workspace, command: Sequence[str]) -> int:
     return answer["exit_code"]
 
 
+def relay(sock: socket.socket, asked: dict[str, Any], *, tty: bool, stdin: bool = True) -> dict[str, Any]:
+    """Ask for a command at a control socket, and be its terminal until its end; the answer."""
+    before = termios.tcgetattr(0) if tty and os.isatty(0) else None
+    try:
+        if before is not None:
+            _set_raw()
+        return _Relay(sock, asked, stdin).run(resizes=tty)
+    finally:
+        if before is not None:
+            termios.tcsetattr(0, termios.TCSADRAIN, before)
+
+
 def _open_streams() -> None:
-    """Put /dev/null where a stream was closed, lest the connection takes its number."""
+    """Open /dev/null in place of closed streams, so that the connection does not get their numbers."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -81,7 +86,8 @@ def _open_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-def _size() -> tuple[int, int]:
+def terminal_size() -> tuple[int, int]:
+    """Rows and columns of this terminal."""
     try:
         found = os.get_terminal_size(0)
     except OSError:
@@ -99,11 +105,11 @@ class _Relay:
     """Passes stdin, signals and sizes to a supervisor and output back, until the answer. It never waits for one side
     while the other has something to say."""
 
-    def __init__(self, sock: socket.socket, asked: dict[str, Any]) -> None:
+    def __init__(self, sock: socket.socket, asked: dict[str, Any], stdin: bool) -> None:
         self._sock = sock
         self._received = bytearray()
         self._unsent = bytearray(frames.pack(frames.REQUEST, json.dumps(asked).encode()))
-        self._stdin_open = True
+        self._stdin_open = stdin
         self._not_taken = 0
         self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -144,7 +150,7 @@ class _Relay:
     def _pass_signals(self) -> None:
         for number in os.read(self._woken, _CHUNK):
             if number == signal.SIGWINCH:
-                self._unsent += frames.pack(frames.RESIZE, struct.pack("!HH", *_size()))
+                self._unsent += frames.pack(frames.RESIZE, struct.pack("!HH", *terminal_size()))
             elif number in _SIGNALS:
                 self._unsent += frames.pack(frames.SIGNAL, bytes([number]))
 

@@ -124,20 +124,18 @@ def _tool_call(tools: tuple[Tool, ...], action: Action) -> tuple[str, dict[str, 
         case ScriptedCall(name=name, arguments=arguments):
             return name, arguments
         case str():
-            found = _fitting(tools, _SHELL, (action,))
+            found = _call_like(tools, _SHELL, (action,))
         case Write():
-            found = _written(tools, action)
+            found = _write_call(tools, action)
         case ScriptedEdit():
             values = (action.path, action.old, action.new)
-            found = _fitting(tools, _SHELL, (_edit_command(action),)) or _fitting(tools, _EDIT, values)
+            found = _call_like(tools, _SHELL, (_edit_command(action),)) or _call_like(tools, _EDIT, values)
             found = found or _by_editor(tools, "str_replace", path=action.path, old_str=action.old, new_str=action.new)
     if found is None:
         what = "shell" if isinstance(action, str) else type(action).__name__.lower()
         offered = ", ".join(tool.name for tool in tools) or "none"
         raise ModelFailed(
-            f"the agent has no tool for the script's {what!r}; it offers: {offered}",
-            status=400,
-            kind="invalid_request",
+            f"the agent has no tool for the script's {what!r}; it offers: {offered}", status=400, kind="invalid_request"
         )
     return found
 
@@ -146,17 +144,17 @@ _SUBSTITUTION = re.compile(r"`|[$<>]\(")
 """Gemini CLI takes these for an injection and refuses the command, quoted or not."""
 
 
-def _written(tools: tuple[Tool, ...], action: Write) -> tuple[str, dict[str, Any]] | None:
+def _write_call(tools: tuple[Tool, ...], action: Write) -> tuple[str, dict[str, Any]] | None:
     """A file through the shell, which every agent allows at any path; else, or if it might be refused, by a tool."""
-    by_shell = _fitting(tools, _SHELL, (_write_command(action),))
+    by_shell = _call_like(tools, _SHELL, (_write_command(action),))
     if by_shell and not (_SUBSTITUTION.search(action.content) and action.path.startswith("/")):
         return by_shell
-    by_tool = _fitting(tools, _WRITE, (action.path, action.content))
+    by_tool = _call_like(tools, _WRITE, (action.path, action.content))
     by_tool = by_tool or _by_editor(tools, "create", path=action.path, file_text=action.content)
     return by_tool or by_shell
 
 
-def _fitting(tools: tuple[Tool, ...], shape: _Shape, values: tuple[str, ...]) -> tuple[str, dict[str, Any]] | None:
+def _call_like(tools: tuple[Tool, ...], shape: _Shape, values: tuple[str, ...]) -> tuple[str, dict[str, Any]] | None:
     """The best tool of this shape, called with `values`: a known name first, else one that looks like it."""
 
     def rank(tool: Tool) -> int:
@@ -171,7 +169,7 @@ def _fitting(tools: tuple[Tool, ...], shape: _Shape, values: tuple[str, ...]) ->
         named = [field for fields in shape.fields for field in [name for name in fields if name in properties][:1]]
         if len(named) == len(values):
             pairs = zip(named, values, strict=True)
-            return tool.name, _filled(tool, {name: _typed(properties[name], name, value) for name, value in pairs})
+            return tool.name, _complete(tool, {name: _typed(properties[name], name, value) for name, value in pairs})
     return None
 
 
@@ -185,27 +183,27 @@ def _typed(schema: Any, field: str, value: str) -> Any:
 def _by_editor(tools: tuple[Tool, ...], command: str, **values: str) -> tuple[str, dict[str, Any]] | None:
     for tool in tools:
         if tool.name.lower() in _EDITORS:
-            return tool.name, _filled(tool, {"command": command, **values})
+            return tool.name, _complete(tool, {"command": command, **values})
     return None
 
 
-_CALM = ("low", "sync", "safe", "none", "auto", "default")
+_SAFE_VALUES = ("low", "sync", "safe", "none", "auto", "default")
 
 
-def _filled(tool: Tool, given: dict[str, Any]) -> dict[str, Any]:
+def _complete(tool: Tool, given: dict[str, Any]) -> dict[str, Any]:
     """`given`, with a harmless value for everything else that the tool requires."""
     schema = tool.schema or {}
     properties = schema.get("properties") or {}
     missing = [name for name in schema.get("required") or () if name not in given]
-    return {**given, **{name: _harmless(properties.get(name)) for name in missing}}
+    return {**given, **{name: _safe_value(properties.get(name)) for name in missing}}
 
 
-def _harmless(schema: Any) -> Any:
+def _safe_value(schema: Any) -> Any:
     schema = schema if isinstance(schema, Mapping) else {}
     if "default" in schema:
         return schema["default"]
     if schema.get("enum"):
-        calm = [value for value in schema["enum"] if str(value).lower() in _CALM]
+        calm = [value for value in schema["enum"] if str(value).lower() in _SAFE_VALUES]
         return (calm or schema["enum"])[0]
     kind = str(schema.get("type", "string")).lower()
     plain = {"boolean": False, "integer": 60, "number": 60, "array": [], "object": {}}
@@ -216,12 +214,12 @@ def _ending(request: Request, text: str) -> tuple[str, dict[str, Any]] | None:
     """The call that ends agents which do not end on plain text."""
     prompt = _prompt(request)
     if SUBMIT in prompt:
-        return _fitting(request.tools, _SHELL, (f"echo {SUBMIT}",))
+        return _call_like(request.tools, _SHELL, (f"echo {SUBMIT}",))
     for tool in request.tools:
         if tool.name.lower() in _FINISH and tool.kind == "function":
             properties = (tool.schema or {}).get("properties") or {}
             fields = [name for name in ("message", "result", "summary", "text", "output") if name in properties]
-            return tool.name, _filled(tool, {fields[0]: text} if fields else {})
+            return tool.name, _complete(tool, {fields[0]: text} if fields else {})
     return None
 
 

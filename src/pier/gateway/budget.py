@@ -57,7 +57,7 @@ async def pause(seconds: float) -> None:
         await asyncio.sleep(seconds)
 
 
-_TICK = 0.002
+_TIMER_SLACK = 0.002
 """A timer may be early by this many seconds."""
 
 
@@ -214,7 +214,7 @@ class Meter:
         if budget.cost_usd is not None and self.cost_usd >= budget.cost_usd:
             spent = f"${self.cost_usd:.4f} of ${budget.cost_usd:.4f} of this {self.owner} are spent"
             return Limit("max_cost", spent)
-        if (left := self.seconds_left) is not None and left <= _TICK:
+        if (left := self.seconds_left) is not None and left <= _TIMER_SLACK:
             return Limit("max_time", f"the {budget.wall_time:g} seconds of this {self.owner} are over")
         return None
 
@@ -233,7 +233,7 @@ class Meter:
             await pause(60 - (now - self._recent[0]))
 
 
-_MORE = 10
+_RATE_LIMIT_FACTOR = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ class Retry:
     def pause(self, attempt: int, waited: float, asked: float | None, *, limited: bool = False) -> float | None:
         """How long to wait after the attempt with this number (from 1); None to give up. `limited`: after a rate
         limit."""
-        if attempt >= self.attempts * (_MORE if limited and self.attempts > 1 else 1):
+        if attempt >= self.attempts * (_RATE_LIMIT_FACTOR if limited and self.attempts > 1 else 1):
             return None
         wait = asked or min(self.longest, self.first * 2 ** min(attempt - 1, 60)) * random.uniform(0.5, 1.0)
         return wait if waited + wait <= self.patience else None
@@ -280,7 +280,7 @@ class Limiter:
             left = self._closed_until - time.monotonic()
         await self._pace.pace()
 
-    async def __aenter__(self) -> None:
+    async def acquire(self) -> None:
         """Take one of the requests that may run at the same time."""
         if self._slots and self._slots.locked():
             with waiting():
@@ -288,6 +288,6 @@ class Limiter:
         elif self._slots:
             await self._slots.acquire()
 
-    async def __aexit__(self, *_: object) -> None:
+    def release(self) -> None:
         if self._slots:
             self._slots.release()

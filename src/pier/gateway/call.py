@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
-from multidict import CIMultiDict
-
 from pier.gateway.budget import Reservation
 from pier.gateway.providers import Target
 from pier.gateway.request import HttpRequest
+from pier.gateway.upstream import Outgoing
 from pier.record.redact import redacted, redacted_path
 from pier.record.writer import CallRecord, Outcome
 from pier.wire.body import Body, dump, parse
 from pier.wire.dialects import DIALECTS, BadRequest, Dialect, recognise
 from pier.wire.faults import Fault, fault_of
+from pier.wire.headers import HOP_BY_HOP, passed_headers, passed_query
 from pier.wire.sse import EventRenderer
 from pier.wire.turn import Edit, ErrorKind, Request, Turn, Usage, cost_of
 
@@ -33,49 +32,30 @@ if TYPE_CHECKING:
 
 MAX_BODY = 64 * 1024 * 1024
 
-_HOP_BY_HOP = {
-    *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
-    *("te", "trailer", "transfer-encoding", "upgrade"),
-}
-_NOT_UPSTREAM = _HOP_BY_HOP | {
-    *("host", "content-length", "content-encoding", "accept-encoding", "expect", "cookie"),
-    *("authorization", "x-api-key", "x-goog-api-key", "api-key"),
-    *("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"),
-    *("openai-organization", "openai-project", "x-goog-user-project"),
-    *("x-http-method-override", "x-http-method", "x-method-override", "cf-connecting-ip"),
-}
-"""Headers of the connection and of identity. With another account's name, or another method, an agent could make a
-provider refuse its calls as if the key were wrong."""
-_NOT_DOWNSTREAM = _HOP_BY_HOP | {"content-length", "content-encoding", "set-cookie", "server", "date", "alt-svc"}
+_NOT_DOWNSTREAM = HOP_BY_HOP | {"content-length", "content-encoding", "set-cookie", "server", "date", "alt-svc"}
 
 
-def _key(headers: Mapping[str, str], query: Mapping[str, str]) -> str:
+def _key(headers: Mapping[str, str], query: str) -> str:
     scheme, _, token = headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token:
         return token.strip()
-    return headers.get("x-api-key") or headers.get("x-goog-api-key") or query.get("key", "")
+    return headers.get("x-api-key") or headers.get("x-goog-api-key") or dict(parse_qsl(query)).get("key", "")
 
 
 class Caller:
     """One request of an agent, and where its answer goes."""
 
     def __init__(self, request: HttpRequest) -> None:
-        headers, asked = request.headers, dict(parse_qsl(request.query_string))
+        headers, names = request.headers, frozenset(map(str.lower, request.headers))
         self.request = request
-        self.route = recognise(request.method, request.path, asked, dict.fromkeys(map(str.lower, headers), ""))
+        self.route = recognise(request.method, request.path, request.query_string, names)
         self.dialect: Dialect = DIALECTS[self.route.dialect]
-        self.key = _key(headers, asked)
+        self.key = _key(headers, request.query_string)
         """The credential, wherever this client puts it."""
-        self.held = 0
-        """What its body counts for in `LARGEST_HELD`."""
+        self.held = self.work = 0
+        """What its body counts for in `LARGEST_HELD` and `LARGEST_WORK`."""
         self.headers = redacted(headers)
         """For the recording: without secrets, and with names in lower case."""
-        self.forwarded = CIMultiDict(
-            (name, value) for name, value in headers.items() if name.lower() not in _NOT_UPSTREAM
-        )
-        """For an upstream of the same dialect: all but those of the connection and of identity."""
-        for name, value in self.dialect.headers.items():
-            self.forwarded.setdefault(name, value)
 
     @property
     def started(self) -> bool:
@@ -86,6 +66,22 @@ class Caller:
     def user_agent(self) -> str:
         """The name that the client gives itself."""
         return self.request.headers.get("User-Agent", "")
+
+    def outgoing(self, target: Target, path: str, body: Body, *, own: bool) -> Outgoing:
+        """The request to an upstream of the same dialect. `own`: the body is still the agent's."""
+        headers, dropped = passed_headers(self.dialect, self.request.headers.items())
+        query = passed_query(self.dialect, self.request.query_string)
+        return Outgoing(
+            target.provider,
+            self.route.dialect,
+            path,
+            target.model,
+            headers,
+            body.encode(),
+            None if own else body,
+            query,
+            dropped,
+        )
 
     def streams(self, body: Body) -> bool:
         """Whether the answer is to be streamed."""
@@ -119,12 +115,9 @@ class Caller:
     def error_bytes(self, status: int, message: str, kind: ErrorKind) -> bytes:
         return dump(self.dialect.error_body(status, message, kind))
 
-    async def start(self, status: int, headers: Mapping[str, str] | None = None) -> None:
+    def start(self, status: int, headers: Mapping[str, str] | None = None) -> None:
         """Begin a streamed answer."""
         self.request.start(status, _kept(headers, *_OF_STREAMS))
-
-    async def finish(self, data: bytes = b"") -> None:
-        await self.request.finish(data)
 
 
 _OF_STREAMS = (
@@ -179,7 +172,8 @@ class Exchange:
         self._request: Request | None = None
         self._renderer: EventRenderer | None = None
         self._last_write = time.monotonic()
-        self._starting = asyncio.Lock()
+        loop = asyncio.get_running_loop()
+        self._beat = loop.call_later(self._keep_alive, self._show_life, loop) if self.stream else None
 
     @property
     def request(self) -> Request:
@@ -212,11 +206,13 @@ class Exchange:
     def started(self) -> bool:
         return self.caller.started
 
-    async def start(self, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    def start(self, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """Begin the streamed answer, unless a sign of life began it already."""
-        async with self._starting:
-            if not self.started:
-                await self._guarded(self.caller.start(status, headers or {"Content-Type": self.renderer.content_type}))
+        if not self.started:
+            try:
+                self.caller.start(status, headers or {"Content-Type": self.renderer.content_type})
+            except ConnectionError:
+                raise CallerGone from None
 
     async def write(self, data: bytes) -> None:
         if data:
@@ -228,7 +224,10 @@ class Exchange:
 
     async def finish(self, data: bytes = b"") -> None:
         """The end of a streamed answer, with the last of it."""
-        return await self._guarded(self.caller.finish(data))
+        try:
+            await self.caller.request.finish(data)
+        except ConnectionError:
+            raise CallerGone from None
 
     async def end(
         self, outcome: Outcome, status: int = 200, error: str | None = None, fault: Fault | None = None
@@ -238,6 +237,8 @@ class Exchange:
         if self.ended:
             return
         self.ended = True
+        if self._beat:
+            self._beat.cancel()
         if outcome == "error":
             fault = fault or fault_of(status, error or "")
         elif outcome == "cancelled":
@@ -278,34 +279,17 @@ class Exchange:
         await self.end("ok")
         return await self.caller.reply(200, body, headers)
 
-    @asynccontextmanager
-    async def kept_alive(self) -> AsyncIterator[None]:
-        """While this runs, a streamed answer is never quiet for longer than the interval."""
-        beat = asyncio.create_task(self._show_life()) if self.stream else None
-        error: BaseException | None = None
-        try:
-            yield
-        finally:
-            if beat:
-                beat.cancel()
-                await asyncio.wait({beat})
-                error = None if beat.cancelled() else beat.exception()
-        if error:
-            raise error
-
-    async def _show_life(self) -> None:
-        """Send signs of life, until the call is over and only its last bytes are under way, or the agent left."""
-        with suppress(CallerGone):
-            while not self.ended:
-                quiet = time.monotonic() - self._last_write
-                if quiet >= self._keep_alive:
-                    await self.start()
-                    await self.write(self.sign_of_life or self.renderer.keep_alive())
-                await asyncio.sleep(self._keep_alive - quiet if quiet < self._keep_alive else self._keep_alive)
-
-    @staticmethod
-    async def _guarded(writing: Any) -> Any:
-        try:
-            return await writing
-        except ConnectionError:
-            raise CallerGone from None
+    def _show_life(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Send a sign of life if the stream was quiet for long, until the call is over or the agent left. An agent that
+        has yet to read earlier bytes gets none."""
+        left = self._last_write + self._keep_alive - time.monotonic()
+        if left <= 0:
+            left = self._keep_alive
+            if not self.caller.request.full:
+                try:
+                    self.start()
+                    self.caller.request.send(self.sign_of_life or self.renderer.keep_alive())
+                except (CallerGone, ConnectionError):
+                    return
+                self._last_write = time.monotonic()
+        self._beat = loop.call_later(left, self._show_life, loop)

@@ -18,7 +18,7 @@ from typing import NoReturn
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from multidict import CIMultiDict
 
-from pier.gateway.request import AHEAD, BadMessage, HttpRequest, render
+from pier.gateway.request import AHEAD, BadMessage, HttpRequest, render, status_line
 
 log = logging.getLogger(__name__)
 _MAX_HEAD = 64 * 1024
@@ -336,7 +336,7 @@ class Connection(asyncio.Protocol):
         self.state = "answer"
         body = self.server.refuse(error.status, str(error))
         fields = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
-        self.transport.write(render(error.status, fields) + body)
+        self.transport.write(render(status_line(error.status), fields) + body)
         self._linger()
 
     def _linger(self) -> None:

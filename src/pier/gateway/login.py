@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from pier.gateway.logins import Unwrapper
     from pier.gateway.upstream import Answer
 
-_LOCK_PATIENCE = 45.0
+_LOCK_TIMEOUT = 45.0
 """Seconds to wait for a lock; a refresh takes one."""
-_STALE = 60.0
+_STALE_LOCK_AGE = 60.0
 """Seconds after which a lock directory was left behind by a dead client."""
-_PAUSE = 0.1
+_POLL_INTERVAL = 0.1
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ async def lock_file(path: Path, title: str) -> AsyncIterator[None]:
     """Hold an exclusive `flock` on a file, as Codex does."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        deadline = time.monotonic() + _LOCK_PATIENCE
+        deadline = time.monotonic() + _LOCK_TIMEOUT
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,14 +60,14 @@ async def lock_file(path: Path, title: str) -> AsyncIterator[None]:
 @asynccontextmanager
 async def lock_directory(path: Path, title: str) -> AsyncIterator[None]:
     """Hold a lock that is a directory, as Claude Code does. One that was not renewed for a minute is taken over."""
-    deadline = time.monotonic() + _LOCK_PATIENCE + _STALE
+    deadline = time.monotonic() + _LOCK_TIMEOUT + _STALE_LOCK_AGE
     while True:
         try:
             path.mkdir(mode=0o700)
             break
         except FileExistsError:
             with contextlib.suppress(OSError):
-                if time.time() - path.lstat().st_mtime > _STALE:
+                if time.time() - path.lstat().st_mtime > _STALE_LOCK_AGE:
                     path.rmdir()
                     continue
             await _wait(deadline, path, title)
@@ -81,12 +81,12 @@ async def lock_directory(path: Path, title: str) -> AsyncIterator[None]:
 async def _wait(deadline: float, path: Path, title: str) -> None:
     if time.monotonic() > deadline:
         raise TimeoutError(f"another program is refreshing the login of {title} and holds {path}")
-    await asyncio.sleep(_PAUSE)
+    await asyncio.sleep(_POLL_INTERVAL)
 
 
-_EARLY = 300.0
+_REFRESH_MARGIN = 300.0
 """Seconds before its end at which a token is replaced."""
-_PATIENCE = 30.0
+_REFRESH_TIMEOUT = 30.0
 """Seconds that a refresh may take."""
 FILE_LIMIT = 1024 * 1024
 """Bytes of a login file, and of the answer to a refresh."""
@@ -110,20 +110,20 @@ Send = Callable[[str, CIMultiDict[str], bytes], Awaitable["Answer"]]
 
 @dataclass(frozen=True, slots=True)
 class LoginTokens:
-    """What a login file says. `expires_at` is in seconds; None is unknown."""
+    """The tokens of a login file. `expires_at` is in seconds; None is unknown."""
 
     access: str
     refresh: str | None = None
     expires_at: float | None = None
     account: str | None = None
 
-    def is_stale(self, margin: float = _EARLY) -> bool:
+    def is_stale(self, margin: float = _REFRESH_MARGIN) -> bool:
         return self.expires_at is not None and self.expires_at - margin <= time.time()
 
 
 @dataclass(frozen=True, slots=True)
 class LoginStatus:
-    """What was found of one client's login. `source` is its file or variable."""
+    """The state of one client's login. `source` is its file or variable."""
 
     client: str
     title: str
@@ -134,7 +134,7 @@ class LoginStatus:
     expires_at: float | None = None
     account: str | None = None
     command: str = ""
-    """What to type to log in."""
+    """The command to log in."""
 
 
 class Login(ABC):
@@ -153,8 +153,12 @@ class Login(ABC):
     client_id: ClassVar[str]
     refresh_form: ClassVar[bool] = False
     """Whether a refresh is asked for with a form instead of JSON."""
+    home: ClassVar[tuple[str, str, str]]
+    """The variable with the client's directory, that directory below the user's home, and the login's file in it."""
     lock: ClassVar[str] = ".pier-refresh.lock"
-    """The file next to the login that is locked during a refresh."""
+    """The file or directory next to the login that is locked during a refresh."""
+    locked = staticmethod(lock_file)
+    """How it is locked, so that no other program, the client included, refreshes at the same time."""
 
     def __init__(self, path: Path | None, environ: Mapping[str, str], token: str | None = None) -> None:
         self.path = path
@@ -173,7 +177,7 @@ class Login(ABC):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """What must not be written down or handed on."""
+        """Tokens that must not be recorded or passed on."""
         known = self._tokens
         return tuple(filter(None, (known.access, known.refresh))) if known else ()
 
@@ -185,7 +189,7 @@ class Login(ABC):
         return self._tokens
 
     def status(self) -> LoginStatus:
-        """What was found, as it is on disk now."""
+        """The login as it is on disk now."""
         known = LoginStatus(self.client, self.title, self.provider, "ready", self.source, command=self.command)
         try:
             tokens = self._read()[1] if self.path else self.tokens
@@ -224,27 +228,27 @@ class Login(ABC):
                 await self._renew(send)
             wanted = CIMultiDict(headers)
             wanted["Authorization"] = f"Bearer {self.tokens.access}"
-            return await self._dress(send, path, wanted, data, model)
+            return await self._prepare(send, path, wanted, data, model)
 
     async def refusal(self, answer: Answer) -> str:
-        """What the provider said when it refused a token."""
+        """A message with the provider's reason for refusing a token."""
         status, said = answer.status, json_object(await read_small(answer))
         return f"{self.provider} refused the login of {self.title} ({refusal_text(said, status)})"
 
     @abstractmethod
-    async def _dress(
+    async def _prepare(
         self, send: Send, path: str, headers: CIMultiDict[str], data: bytes, model: str
     ) -> LoginRequest: ...
 
     def unwrapper(self, *, stream: bool) -> Unwrapper | None:
-        """What turns the provider's answer into one of the dialect; None if it is one."""
+        """A converter of the provider's answer to the dialect; None if none is needed."""
         return None
 
     async def _renew(self, send: Send) -> None:
         if self.path is None:
             raise LoginRefused(f"the token in {self.source} was refused; make another: claude setup-token")
         try:
-            async with self._locked():
+            async with self.locked(self.path.parent / self.lock, self.title):
                 await self._read_or_refresh(send)
         except OSError as error:
             words = f"the login of {self.title} could not be refreshed: {error or type(error).__name__}"
@@ -262,7 +266,7 @@ class Login(ABC):
                 f"the login of {self.title} has expired, and a refreshed one could not be kept: "
                 f"{self.path} is read-only"
             )
-        await _to_its_end(self._refresh(send, document, tokens.refresh))
+        await _finish(self._refresh(send, document, tokens.refresh))
 
     @property
     def _target(self) -> Path:
@@ -279,7 +283,7 @@ class Login(ABC):
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise LoginRefused(f"{self.path} cannot be read: {type(error).__name__}: {error}") from None
 
-    def _keep(self, document: dict[str, Any], said: Mapping[str, Any]) -> LoginTokens:
+    def _save(self, document: dict[str, Any], said: Mapping[str, Any]) -> LoginTokens:
         """Write the refreshed login back, with everything else that the file holds."""
         target = self._target
         found = target.stat()
@@ -294,7 +298,7 @@ class Login(ABC):
         body |= self._refresh_fields(document)
         kind = "application/x-www-form-urlencoded" if self.refresh_form else "application/json"
         data = (urlencode if self.refresh_form else json.dumps)(body).encode()
-        async with asyncio.timeout(_PATIENCE):
+        async with asyncio.timeout(_REFRESH_TIMEOUT):
             answer = await send(self._token_address, CIMultiDict({"Content-Type": kind}), data)
             status, raw = answer.status, await read_small(answer)
         said = json_object(raw)
@@ -303,18 +307,11 @@ class Login(ABC):
             if status >= 500 or status in (408, 429):
                 raise LoginRefused(f"the login of {self.title} could not be refreshed: {why}", passing=True)
             raise LoginRefused(f"the login of {self.title} could not be refreshed ({why}); run: {self.command}")
-        self._tokens = await asyncio.to_thread(self._keep, document, said)
+        self._tokens = await asyncio.to_thread(self._save, document, said)
 
     def _refresh_fields(self, document: dict[str, Any]) -> dict[str, str]:
-        """What a refresh is asked for with, beyond what all providers want."""
+        """Fields of a refresh request in addition to the common ones."""
         return {}
-
-    @asynccontextmanager
-    async def _locked(self) -> AsyncIterator[None]:
-        """Keep others, the client itself included, from refreshing at the same time."""
-        assert self.path is not None
-        async with lock_file(self.path.parent / self.lock, self.title):
-            yield
 
     @abstractmethod
     def _tokens_of(self, document: dict[str, Any]) -> LoginTokens: ...
@@ -323,7 +320,7 @@ class Login(ABC):
     def _update(self, document: dict[str, Any], said: Mapping[str, Any]) -> None: ...
 
 
-async def _to_its_end(renewal: Coroutine[Any, Any, None]) -> None:
+async def _finish(renewal: Coroutine[Any, Any, None]) -> None:
     """Finish a refresh that has begun, also if the agent leaves meanwhile: its refresh token is used up."""
     task = asyncio.ensure_future(renewal)
     cancelled = False
@@ -360,7 +357,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
 
 
 def refusal_text(said: Mapping[str, Any], status: int) -> str:
-    """What a provider says about a refusal, in one line."""
+    """A provider's reason for a refusal, in one line."""
     error = said.get("error")
     inner = error if isinstance(error, Mapping) else {}
     words = said.get("error_description") or inner.get("message") or (error if isinstance(error, str) else "")

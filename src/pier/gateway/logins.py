@@ -7,8 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -39,18 +38,14 @@ class ClaudeLogin(Login):
     url = "https://api.anthropic.com"
     token_url = "https://platform.claude.com/v1/oauth/token"
     client_id = "9d1c250a-e61b-44d9-88ed-5944d1962f5e"
+    home = ("CLAUDE_CONFIG_DIR", ".claude", ".credentials.json")
+    lock, locked = ".oauth_refresh.lock", staticmethod(lock_directory)
     _BETA = "oauth-2025-04-20"
 
-    async def _dress(self, send: Send, path: str, headers: CIMultiDict[str], data: bytes, model: str) -> LoginRequest:
+    async def _prepare(self, send: Send, path: str, headers: CIMultiDict[str], data: bytes, model: str) -> LoginRequest:
         betas = [beta for beta in headers.get("anthropic-beta", "").split(",") if beta]
         headers["anthropic-beta"] = ",".join(betas if self._BETA in betas else [*betas, self._BETA])
         return self.base + path, headers, data
-
-    @asynccontextmanager
-    async def _locked(self) -> AsyncIterator[None]:
-        assert self.path is not None
-        async with lock_directory(self.path.parent / ".oauth_refresh.lock", self.title):
-            yield
 
     def _tokens_of(self, document: dict[str, Any]) -> LoginTokens:
         found = document["claudeAiOauth"]
@@ -84,10 +79,10 @@ class CodexLogin(Login):
     user_agent = re.compile(r"codex[-_]")
     url = "https://chatgpt.com/backend-api/codex"
     token_url = "https://auth.openai.com/oauth/token"
-    lock = "auth.lock"
+    home, lock = ("CODEX_HOME", ".codex", "auth.json"), "auth.lock"
     client_id = "app_EMoamEEZ73f0CkXaXp7hrann"
 
-    async def _dress(self, send: Send, path: str, headers: CIMultiDict[str], data: bytes, model: str) -> LoginRequest:
+    async def _prepare(self, send: Send, path: str, headers: CIMultiDict[str], data: bytes, model: str) -> LoginRequest:
         if self.tokens.account:
             headers["ChatGPT-Account-Id"] = self.tokens.account
         return self.base + path.removeprefix("/v1"), headers, data
@@ -126,7 +121,7 @@ class Unwrapper:
         return b"".join(self._event(event) for event in events_of(self._framer.feed(data)))
 
     def rest(self) -> bytes:
-        """What is left at the end of the answer."""
+        """The rest of the answer, at its end."""
         if self._framer is not None:
             torn, self._framer = self._framer.rest, Framer()
             return torn
@@ -160,17 +155,18 @@ class GeminiLogin(Login):
     url = "https://cloudcode-pa.googleapis.com"
     token_url = "https://oauth2.googleapis.com/token"
     client_id = "681255809395-oo8ft2oprdrnp9e3aqf6av3hmdib135j.apps.googleusercontent.com"
+    home = ("GEMINI_CLI_HOME", ".gemini", "oauth_creds.json")
     refresh_form = True
     _PUBLIC = "GOCSPX" + "-4uHgMPm-1o7Sk-geV6Cu5clXFsxl"
     """Google calls it a client secret; that of an installed program is in its source, and proves nothing."""
 
     def __init__(self, path: Path | None, environ: Mapping[str, str], token: str | None = None) -> None:
         super().__init__(path, environ, token)
-        self._wanted = environ.get("GOOGLE_CLOUD_PROJECT") or environ.get("GOOGLE_CLOUD_PROJECT_ID")
+        self._chosen_project = environ.get("GOOGLE_CLOUD_PROJECT") or environ.get("GOOGLE_CLOUD_PROJECT_ID")
         self._project: str | None = None
         self._session = str(uuid4())
 
-    async def _dress(self, send: Send, path: str, headers: CIMultiDict[str], data: bytes, model: str) -> LoginRequest:
+    async def _prepare(self, send: Send, path: str, headers: CIMultiDict[str], data: bytes, model: str) -> LoginRequest:
         self._project = self._project or await self._find_project(send)
         body = json.loads(data)
         if path.endswith(":countTokens"):
@@ -185,15 +181,15 @@ class GeminiLogin(Login):
         """The project that the account's requests are made for."""
         metadata = {"ideType": "IDE_UNSPECIFIED", "platform": "PLATFORM_UNSPECIFIED", "pluginType": "GEMINI"}
         body: dict[str, Any] = {"metadata": metadata}
-        if self._wanted:
-            body = {"metadata": {**metadata, "duetProject": self._wanted}, "cloudaicompanionProject": self._wanted}
+        if chosen := self._chosen_project:
+            body = {"metadata": {**metadata, "duetProject": chosen}, "cloudaicompanionProject": chosen}
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.tokens.access}"}
         address = f"{self.base}/v1internal:loadCodeAssist"
         answer = await send(address, CIMultiDict(headers), json.dumps(body).encode())
         status, said = answer.status, json_object(await read_small(answer))
         project = said.get("cloudaicompanionProject")
         project = project.get("id") if isinstance(project, Mapping) else project
-        found = project if isinstance(project, str) and project else self._wanted
+        found = project if isinstance(project, str) and project else self._chosen_project
         if status == 200 and found:
             return found
         why = refusal_text(said, status) if status != 200 else "the account is not set up yet"
@@ -223,18 +219,11 @@ LOGINS: tuple[type[Login], ...] = (ClaudeLogin, CodexLogin, GeminiLogin)
 
 def login_path(kind: type[Login], environ: Mapping[str, str]) -> Path | None:
     """Where a client keeps its login; None without a home directory."""
-    home = environ.get("HOME")
-    match kind.client:
-        case "claude-code":
-            own, default, name = environ.get("CLAUDE_CONFIG_DIR"), ".claude", ".credentials.json"
-        case "codex":
-            own, default, name = environ.get("CODEX_HOME"), ".codex", "auth.json"
-        case _:
-            top = environ.get("GEMINI_CLI_HOME")
-            own, default, name = f"{top}/.gemini" if top else None, ".gemini", "oauth_creds.json"
-    if own:
-        return Path(own) / name
-    return Path(home) / default / name if home else None
+    variable, folder, name = kind.home
+    if own := environ.get(variable):
+        # Gemini CLI's variable is in place of the home directory, those of the others name the directory itself.
+        return Path(own, folder, name) if kind is GeminiLogin else Path(own, name)
+    return Path(environ["HOME"], folder, name) if environ.get("HOME") else None
 
 
 def find_login(kind: type[Login], environ: Mapping[str, str]) -> Login | str | None:
@@ -280,7 +269,7 @@ def _text(value: Any) -> str:
 
 
 def _claims(token: Any) -> dict[str, Any]:
-    """What a JWT says; nothing if it is something else. Its signature is not checked: the provider does that."""
+    """The claims of a JWT; empty if it is not one. Its signature is not checked: the provider does that."""
     try:
         part = token.split(".")[1]
         value = json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))

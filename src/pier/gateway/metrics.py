@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ _ENDS: dict[Fault | None, End] = {"agent": "rejected", None: "rejected", "rate_l
 
 @dataclass(slots=True)
 class CallCounts:
-    """How many generations ended in which way."""
+    """Counts of generations by how they ended."""
 
     ends: collections.Counter[End] = field(default_factory=collections.Counter)
     faults: collections.Counter[Fault] = field(default_factory=collections.Counter)
@@ -56,7 +57,7 @@ class CallCounts:
     waited: float = 0.0
     """Seconds in which calls stood still for rate limits and before such attempts."""
     most: int = 0
-    """How many requests of the session were served at once, at most."""
+    """The highest number of requests of the session that were served at once."""
 
     @property
     def calls(self) -> int:
@@ -79,9 +80,9 @@ def end_of(outcome: str, fault: Fault | None) -> End:
 
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_SAMPLE = 0.25
+_SAMPLE_INTERVAL = 0.25
 """Seconds between two looks at how late the event loop is."""
-_MOST_MODELS = 200
+_MAX_MODELS = 200
 """Names of models come from agents when no model is set; past this number they are counted together."""
 _PREFIX = "pier_gateway_"
 
@@ -95,13 +96,13 @@ class GatewayMetrics:
         self.open_calls = self.open_streams = 0
         self._models: set[str] = set()
         by = ("dialect", "model", "provider")
-        self.calls = self._counter("calls", "Generations by how they ended.", *by, "end", "status")
-        self.tokens = self._counter("tokens", "Tokens as providers counted them.", *by, "kind")
-        self.cost = self._counter("cost_usd", "Money, where it is known.", *by)
-        self.unpriced = self._counter("unpriced_calls", "Answered calls whose cost is unknown.", *by)
-        self.attempts = self._counter("upstream_attempts", "Requests to providers.", "provider")
-        self.retries = self._counter("upstream_retries", "Attempts after a passing fault.", "provider")
-        self.faults = self._counter("upstream_faults", "Requests that got no answer, by fault.", "provider", "fault")
+        self.calls = self._by("calls", "Generations by how they ended.", *by, "end", "status")
+        self.tokens = self._by("tokens", "Tokens as providers counted them.", *by, "kind")
+        self.cost = self._by("cost_usd", "Money, where it is known.", *by)
+        self.unpriced = self._by("unpriced_calls", "Answered calls whose cost is unknown.", *by)
+        self.attempts = self._by("upstream_attempts", "Requests to providers.", "provider")
+        self.retries = self._by("upstream_retries", "Attempts after a passing fault.", "provider")
+        self.faults = self._by("upstream_faults", "Requests that got no answer, by fault.", "provider", "fault")
         self.waits = self._counter("limit_waits", "Waits for rate limits and before retries.")
         self.waited = self._counter("limit_wait_seconds", "Seconds spent in those waits.")
         self.edits = self._counter("edits", "Changes that policy made in requests.")
@@ -119,8 +120,12 @@ class GatewayMetrics:
         """A gauge whose value is computed on scrape."""
         Gauge(_PREFIX + name, help, registry=self.registry).set_function(read)
 
-    def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return Counter(_PREFIX + name, help, labels, registry=self.registry)
+    def _counter(self, name: str, help: str) -> Counter:
+        return Counter(_PREFIX + name, help, registry=self.registry)
+
+    def _by(self, name: str, help: str, *labels: str) -> Callable[..., Counter]:
+        """Counters by their labels, which are few; finding one each time takes longer than counting."""
+        return cache(Counter(_PREFIX + name, help, labels, registry=self.registry).labels)
 
     def _histogram(self, name: str, help: str) -> Histogram:
         return Histogram(_PREFIX + name, help, registry=self.registry, buckets=SECONDS)
@@ -128,14 +133,10 @@ class GatewayMetrics:
     def model_label(self, model: str) -> str:
         """The model's name as a label, or `other` if there are too many already."""
         name = model.encode(errors="replace").decode()
-        if name not in self._models and len(self._models) >= _MOST_MODELS:
+        if name not in self._models and len(self._models) >= _MAX_MODELS:
             return "other"
         self._models.add(name)
         return name
-
-    def measured(self, record: CallRecord, facts: Mapping[str, Any]) -> CallRecord:
-        """The same record, counted as it goes."""
-        return MeasuredRecord(record.recorder, record.number, record.at, record.secret, self, facts)
 
     @contextmanager
     def serving(self, counts: CallCounts) -> Iterator[None]:
@@ -176,11 +177,11 @@ class GatewayMetrics:
         return found
 
     async def sample_lag(self) -> None:
-        """See how late the event loop is, for ever."""
+        """Sample the lag of the event loop until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + _SAMPLE
-            await asyncio.sleep(_SAMPLE)
+            due = loop.time() + _SAMPLE_INTERVAL
+            await asyncio.sleep(_SAMPLE_INTERVAL)
             self.lag.observe(max(0.0, loop.time() - due))
 
 
@@ -225,14 +226,14 @@ class MeasuredRecord(CallRecord):
                 metrics.before.observe(max(0.0, now - clock.began - clock.waited))
             else:
                 clock.retries += 1
-                metrics.retries.labels(facts["provider"]).inc()
+                metrics.retries(facts["provider"]).inc()
             self.provider, self.model, self.sent = facts["provider"], facts.get("model") or "", now
-            metrics.attempts.labels(self.provider).inc()
+            metrics.attempts(self.provider).inc()
         elif kind == "failed":
             self.elsewhere += now - self.sent
             self.answered = 0.0
             if facts["fault"]:
-                metrics.faults.labels(self.provider, facts["fault"]).inc()
+                metrics.faults(self.provider, facts["fault"]).inc()
         elif kind == "end":
             metrics.recording.observe(facts["recorded"])
             if not self.over:
@@ -247,7 +248,7 @@ class MeasuredRecord(CallRecord):
         metrics, clock = self.metrics, self.clock
         model = metrics.model_label(self.model or str(self.facts.get("model") or ""))
         by = (str(self.facts.get("dialect") or ""), model, self.provider)
-        metrics.calls.labels(*by, end, str(status)).inc()
+        metrics.calls(*by, end, str(status)).inc()
         metrics.seconds.observe(now - clock.began)
         if self.sent and self.answered:
             upstream = self.elsewhere + self.answered - self.sent
@@ -256,12 +257,12 @@ class MeasuredRecord(CallRecord):
             metrics.waits.inc(clock.waits)
             metrics.waited.inc(clock.waited)
         if clock.cost_usd is not None:
-            metrics.cost.labels(*by).inc(clock.cost_usd)
+            metrics.cost(*by).inc(clock.cost_usd)
         elif end == "answered":
-            metrics.unpriced.labels(*by).inc()
+            metrics.unpriced(*by).inc()
         for name in ("input_tokens", "output_tokens", "cached_tokens", "cache_write_tokens", "reasoning_tokens"):
             if count := usage.get(name):
-                metrics.tokens.labels(*by, name.removesuffix("_tokens")).inc(count)
+                metrics.tokens(*by, name.removesuffix("_tokens")).inc(count)
 
 
 @asynccontextmanager

@@ -21,10 +21,12 @@ from pier.gateway.call import Exchange
 from pier.gateway.policy import as_sampled, begin, check_tokens, checked, guarded
 from pier.gateway.providers import Target
 from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
-from pier.record.redact import Scrubber, without_key
+from pier.record.redact import Scrubber
 from pier.wire.body import dump, parse
+from pier.wire.contract import compact
 from pier.wire.dialects import BadResponse
 from pier.wire.faults import classify
+from pier.wire.headers import plain_headers
 from pier.wire.relayed import AnswerWatch, Extras, ask, restore_arguments
 from pier.wire.sse import Framer, MalformedAnswer
 from pier.wire.translate import Translation, translate
@@ -55,29 +57,15 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
             body = restore_arguments(body, x.memory)
     if "model" in body.fields and body.value["model"] != target.model:
         body = body.with_fields(model=target.model)
-    changed = body is not x.body
-    out = Outgoing(
-        provider=target.provider,
-        dialect=x.caller.route.dialect,
-        path=_path(x, target.model),
-        model=target.model,
-        headers=x.caller.forwarded,
-        data=body.encode(),
-        body=body if changed or x.edited else None,
-    )
+    path = x.caller.dialect.generate_path(quote(target.model, safe=""), x.stream)
+    out = x.caller.outgoing(target, path, body, own=body is x.body and not x.edited)
     try:
-        async with x.kept_alive(), x.upstreams.ask(out, x.record) as answer:
+        with await x.upstreams.ask(out, x.record) as answer:
             x.turn.spend()
             passing = _stream if x.stream else _whole
             return await passing(x, answer, extras, Scrubber(*target.provider.secrets), keeps_tokens)
     except UpstreamFailed as failed:
         return await x.fail(failed.status, failed.message, failed.kind, failed.body, fault=failed.fault)
-
-
-def _path(x: Exchange, model: str) -> str:
-    path = x.caller.dialect.generate_path(quote(model, safe=""), x.stream)
-    query = "" if x.caller.dialect.model_in_path else without_key(x.caller.request.query_string)
-    return path + (f"?{query}" if query else "")
 
 
 async def _whole(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, keeps_tokens: bool) -> None:
@@ -91,9 +79,8 @@ async def _whole(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, k
     if missing := x.caller.dialect.missing_in(value):
         fault = classify(200, value).fault
         raise UpstreamFailed(502, f"the provider's answer has no {missing}: {_glimpse(raw)}", "server", fault=fault)
-    watch = AnswerWatch(x.caller.route.dialect)
-    watch.see_whole(value)
-    x.usage = watch.usage
+    if isinstance(usage := value.get(x.caller.dialect.usage_field), dict):
+        x.usage = x.caller.dialect.read_usage(compact(usage))
     if x.collects or keeps_tokens:
         with suppress(BadResponse):
             x.answer = x.caller.dialect.parse_response(value)
@@ -112,7 +99,7 @@ async def _stream(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, 
     x.record.status("upstream", answer.status, answer.headers, True)
     if extras:
         x.record.status("delivered", answer.status, answer.headers, True)
-    await x.start(answer.status, answer.headers)
+    x.start(answer.status, answer.headers)
     x.sign_of_life = x.caller.dialect.keep_alive
     framer, watch, held = Framer(), AnswerWatch(x.caller.route.dialect), b""
     parser, whole = x.caller.dialect.stream_parser(), TurnBuilder()
@@ -209,7 +196,7 @@ async def translated(x: Exchange, target: Target) -> None:
     out = _outgoing(translation, target)
     scrub = Scrubber(*target.provider.secrets)
     try:
-        async with x.kept_alive(), x.upstreams.ask(out, x.record) as answer:
+        with await x.upstreams.ask(out, x.record) as answer:
             x.turn.spend()
             if x.stream and answer.content_type.startswith("text/event-stream"):
                 async with aclosing(_deltas(x, answer, translation, scrub)) as deltas:
@@ -232,7 +219,7 @@ def _outgoing(translation: Translation, target: Target) -> Outgoing:
     if target.provider.tokens and dialect == "chat":
         body = {**body, "return_token_ids": True, "logprobs": True}
     raw = dump(body)
-    headers = {"Content-Type": "application/json", "User-Agent": "pier", **translation.dialect.headers}
+    headers = plain_headers(translation.dialect)
     return Outgoing(target.provider, dialect, translation.path, target.model, headers, raw, parse(raw))
 
 
@@ -240,16 +227,15 @@ async def decided(x: Exchange, policy: Policy) -> None:
     """Ask a policy. What it raises as a `ProviderError` reaches the agent as a provider's failure would."""
     request = as_sampled(x.request, x.memory)
     try:
-        async with x.kept_alive():
-            answer = begin(policy, request)
-            if inspect.isawaitable(answer):
-                said = await guarded(cast("Awaitable[Turn | str]", answer), x.upstreams.silence)
-                turn = checked(said, policy, x.sampling)
-                x.turn.spend()
-                x.memory.remember(turn)
-                return await _deliver(x, turn)
-            async with aclosing(_begun(x, policy, cast("AsyncIterator[Delta]", answer))) as deltas:
-                return await _render(x, deltas)
+        answer = begin(policy, request)
+        if inspect.isawaitable(answer):
+            said = await guarded(cast("Awaitable[Turn | str]", answer), x.upstreams.silence)
+            turn = checked(said, policy, x.sampling)
+            x.turn.spend()
+            x.memory.remember(turn)
+            return await _deliver(x, turn)
+        async with aclosing(_begun(x, policy, cast("AsyncIterator[Delta]", answer))) as deltas:
+            return await _render(x, deltas)
     except ModelFailed as failed:
         return await x.fail(failed.status, str(failed), failed.kind)
     except ProviderError as error:
@@ -341,7 +327,7 @@ async def _render(x: Exchange, deltas: AsyncIterator[Delta]) -> None:
         if not begun:
             begun = True
             x.record.status("delivered", 200, {"content-type": x.renderer.content_type}, True)
-            await x.start()
+            x.start()
         if data := x.renderer.render(delta):
             x.record.chunk("delivered", data)
         whole.add(delta)

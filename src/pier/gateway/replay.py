@@ -19,9 +19,9 @@ from pier.record.reader import Call, read
 from pier.redact import REDACTED
 from pier.trajectory.lineage import turn_of
 
-_VOLATILE = frozenset({"metadata", "user", "prompt_cache_key", "client_metadata", "safety_identifier"})
+_IGNORED_FIELDS = frozenset({"metadata", "user", "prompt_cache_key", "client_metadata", "safety_identifier"})
 """Fields that identify a client's run and change nothing in what is asked."""
-_ENOUGH = 50
+_MAX_DIFFERENCES = 50
 """How many differences are counted between requests that have little in common."""
 
 
@@ -56,17 +56,17 @@ class Replay:
         if not answer.streamed:
             await x.end("ok" if answer.status < 400 else "error", answer.status, call.error)
             return await x.caller.reply(answer.status, answer.body, answer.headers)
-        await x.start(answer.status, answer.headers)
+        x.start(answer.status, answer.headers)
         await x.write(b"".join(chunk.data for chunk in answer.chunks[:-1]))
         await x.end("ok" if call.outcome == "ok" else "error", answer.status, call.error)
         await x.write(b"".join(chunk.data for chunk in answer.chunks[-1:]))
         return await x.finish()
 
     def _take(self, x: Exchange) -> Call:
-        asked = _essence(x.body.value)
+        asked = _comparable(x.body.value)
         for index, call in enumerate(self._left):
             same_way = call.dialect == x.caller.route.dialect and call.stream == x.stream
-            if same_way and next(differences(_essence(call.request), asked), None) is None:
+            if same_way and next(differences(_comparable(call.request), asked), None) is None:
                 return self._left.pop(index)
         if not self._left:
             raise UsageError("the recording is used up: the agent asks more than it did then", code="replay-over")
@@ -76,7 +76,7 @@ class Replay:
         elif expected.stream != x.stream:
             words = "one is streamed, the other is not"
         else:
-            words = "; ".join(islice(differences(_essence(expected.request), asked), 3))
+            words = "; ".join(islice(differences(_comparable(expected.request), asked), 3))
         raise UsageError(
             f"this request is not in the recording; call {expected.number} differs: {words}", code="replay"
         )
@@ -86,13 +86,13 @@ class Replay:
         alike = [call for call in self._left if call.dialect == x.caller.route.dialect and call.stream == x.stream]
 
         def distance(call: Call) -> int:
-            return sum(1 for _ in islice(differences(_essence(call.request), asked), _ENOUGH))
+            return sum(1 for _ in islice(differences(_comparable(call.request), asked), _MAX_DIFFERENCES))
 
         return min(alike or self._left, key=distance)
 
 
-def _essence(body: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in body.items() if name not in _VOLATILE}
+def _comparable(body: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in body.items() if name not in _IGNORED_FIELDS}
     if isinstance(kept.get("system"), list):
         kept["system"] = [part for part in kept["system"] if not _is_billing(part)]
     return kept
@@ -120,12 +120,12 @@ def differences(old: Any, new: Any, where: str = "$") -> Iterator[str]:
             yield from differences(before, after, f"{where}[{index}]")
         if len(old) != len(new):
             yield f"{where} has {len(new)} entries instead of {len(old)}"
-    elif not _stands_for(old, new):
+    elif not _matches_redacted(old, new):
         at = _same_until(old, new) if isinstance(old, str) and isinstance(new, str) else 0
         yield f"{where} was {_short(old, at)}, is {_short(new, at)}"
 
 
-def _stands_for(old: Any, new: Any) -> bool:
+def _matches_redacted(old: Any, new: Any) -> bool:
     """Whether a text without its secrets may have been the other one."""
     if not isinstance(old, str) or not isinstance(new, str) or REDACTED not in old:
         return False

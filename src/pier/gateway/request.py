@@ -6,9 +6,11 @@ Strict about how a body is delimited: one Content-Length or `chunked`, never bot
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from collections.abc import Callable, Iterable
 from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -176,14 +178,22 @@ class HttpRequest:
         more = [("Transfer-Encoding", "chunked")] if self.chunked else []
         self._connection.transport.write(self._head(status, [*fields, *more], close=not self.chunked))
 
-    async def write(self, data: bytes) -> None:
-        """More of a streamed answer; waits while the client reads slower than we write."""
+    @property
+    def full(self) -> bool:
+        """Whether the client reads slower than we write."""
+        return self._connection.full
+
+    def send(self, data: bytes) -> None:
+        """More of a streamed answer."""
+        self._connection.check()
         if framed := self._framed(data):
             self._connection.transport.write(framed)
+
+    async def write(self, data: bytes) -> None:
+        """More of a streamed answer; waits while the client reads slower than we write."""
+        self.send(data)
         if self._connection.full:
             await self._connection.drain()
-        else:
-            self._connection.check()
 
     async def finish(self, data: bytes = b"") -> None:
         """The end of a streamed answer, and what is left of it."""
@@ -201,10 +211,10 @@ class HttpRequest:
     def _head(self, status: int, fields: list[tuple[str, str]], close: bool) -> bytes:
         self._connection.check()
         self.closing = self.closing or close or not self.received or self._connection.server.retired
-        fields.append(("Date", formatdate(usegmt=True)))
+        fields.append(("Date", _date(int(time.time()))))
         if self.closing:
             fields.append(("Connection", "close"))
-        head = render(status, fields)
+        head = render(status_line(status), fields)
         self.started = True
         return head
 
@@ -228,11 +238,19 @@ def _length(method: str, headers: CIMultiDict[str], minor: int) -> int | None:
     return length
 
 
-def render(status: int, fields: Fields) -> bytes:
-    """The head of an answer. `ValueError` if a field would break out of its line."""
-    first = f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}"
+def render(first: str, fields: Fields) -> bytes:
+    """The head of a message. `ValueError` if a field would break out of its line."""
     lines = [first, *(f"{name}: {value}" for name, value in fields), "", ""]
     text = "\r\n".join(lines)
     if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:
         raise ValueError("a header has a line break in it")
     return text.encode(errors="surrogateescape")
+
+
+@lru_cache(1)
+def _date(now: int) -> str:
+    return formatdate(now, usegmt=True)
+
+
+def status_line(status: int) -> str:
+    return f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}"

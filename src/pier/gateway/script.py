@@ -24,18 +24,7 @@ from pydantic import Field, ValidationError, model_validator
 from pier.errors import UsageError
 from pier.gateway.actions import Action, ScriptedCall, ScriptedEdit, ScriptModel, Write, perform, text_form
 from pier.wire.contract import kind_of_status
-from pier.wire.turn import (
-    ModelFailed,
-    Part,
-    Reasoning,
-    Request,
-    StopReason,
-    Text,
-    ToolCall,
-    ToolResult,
-    Turn,
-    Usage,
-)
+from pier.wire.turn import ModelFailed, Part, Reasoning, Request, StopReason, Text, ToolCall, ToolResult, Turn, Usage
 
 _SIDE = re.compile(
     r"\btitle|summar[iy]|\bquota\b|topic|short name|branch name|few words|four words|4 words|next speaker|"
@@ -138,7 +127,7 @@ class TurnSpec(ActionSpec):
     stop: Literal["length", "refusal"] | None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> TurnSpec:
+    def _is_complete(self) -> TurnSpec:
         said = (self.text, self.reasoning, self.finish, self.error)
         if not self.all_actions() and all(item is None for item in said):
             raise ValueError("a turn needs text, reasoning, an action, finish or error")
@@ -179,7 +168,7 @@ class _Lane:
     turns: list[TurnSpec]
     when: WhenSpec | None = None
     used: int = 0
-    beyond: int = 0
+    repeats: int = 0
     last: tuple[bytes, Turn] | None = None
 
     def takes(self, request: Request) -> bool:
@@ -238,7 +227,7 @@ class Script:
         if lane.last is not None and lane.last[0] == digest:
             return lane.last[1]
         if lane.used >= len(lane.turns):
-            return self._beyond(lane, request)
+            return self._after_end(lane, request)
         number, spec = lane.used, lane.turns[lane.used]
         if text_form(request) == "blocks" and spec.error is None:
             spec = _all_edits(lane.turns[number:])
@@ -254,15 +243,15 @@ class Script:
         lane.last = (digest, turn)
         return turn
 
-    def _beyond(self, lane: _Lane, request: Request) -> Turn:
+    def _after_end(self, lane: _Lane, request: Request) -> Turn:
         """The script is over: its own last word again if that was `finish`, else that it is over."""
-        lane.beyond += 1
+        lane.repeats += 1
         last = lane.turns[-1]
         over = f"The script {self.name} is over: it has {len(lane.turns)} turns, and the agent asked for another."
-        if lane.beyond > _REPEATS:
+        if lane.repeats > _REPEATS:
             raise ModelFailed(over, status=400, kind="invalid_request")
         spec = last if last.finish is not None else TurnSpec(finish=over)
-        return _play(spec, request, f"{lane.name}_{len(lane.turns) + lane.beyond}")
+        return _play(spec, request, f"{lane.name}_{len(lane.turns) + lane.repeats}")
 
 
 def _all_edits(turns: list[TurnSpec]) -> TurnSpec:
@@ -286,8 +275,8 @@ def _play(spec: TurnSpec, request: Request, label: str) -> Turn:
 def _turn(
     request: Request, parts: tuple[Part, ...], stop: StopReason, usage: UsageSpec | None, id_: str | None
 ) -> Turn:
-    given, said = usage or UsageSpec(), _letters(parts)
-    asked = sum(map(len, request.system)) + sum(_letters(message.parts) for message in request.messages)
+    given, said = usage or UsageSpec(), _count_characters(parts)
+    asked = sum(map(len, request.system)) + sum(_count_characters(message.parts) for message in request.messages)
     asked += sum(len(tool.description or "") + len(json.dumps(tool.schema or {})) for tool in request.tools)
     counted = Usage(
         input_tokens=given.input if given.input is not None else asked // 4 + 1,
@@ -299,7 +288,7 @@ def _turn(
     return Turn(parts, stop, counted, id_, request.model)
 
 
-def _letters(parts: Iterable[Part]) -> int:
+def _count_characters(parts: Iterable[Part]) -> int:
     """Characters of a message, for a token count that is of the right order."""
     size = 0
     for part in parts:
@@ -307,7 +296,7 @@ def _letters(parts: Iterable[Part]) -> int:
             case Text(text=text) | Reasoning(text=text) | ToolCall(arguments=text):
                 size += len(text)
             case ToolResult(parts=inner):
-                size += _letters(inner)
+                size += _count_characters(inner)
             case _:
                 pass
     return size

@@ -25,17 +25,17 @@ from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import UsageError
 from pier.gateway.budget import Budget, BudgetStop, Meter, Reservation
 from pier.gateway.call import Caller, CallerGone, Exchange
-from pier.gateway.metrics import CallCounts
+from pier.gateway.metrics import CallCounts, MeasuredRecord
 from pier.gateway.policy import Policy, Upstream, for_session, version_of
 from pier.gateway.providers import Directory, Provider, Target
 from pier.gateway.relay import relay
 from pier.gateway.request import BadMessage
-from pier.gateway.upstream import Outgoing, UpstreamFailed, Upstreams, read_answer
+from pier.gateway.upstream import UpstreamFailed, Upstreams, read_answer
 from pier.record.redact import Scrubber
 from pier.record.writer import CallRecord, Durable, Outcome, Recorder
 from pier.redact import Redactor
-from pier.trajectory.lineage import RECENT, Generation, Node, OnGeneration, settle, with_version
-from pier.wire.body import MOST_VALUES, Body, count_values, parse
+from pier.trajectory.lineage import RECENT, Generation, Node, OnGeneration, compute_keys, with_version
+from pier.wire.body import MOST_VALUES, Body, count_values, memory_of, parse
 from pier.wire.checks import close_book, is_closed, offline, prescribe
 from pier.wire.dialects import BadRequest
 from pier.wire.faults import Fault
@@ -95,10 +95,9 @@ class ByProvider:
             return None
         if "model" in body.fields:
             body = body.with_fields(model=self.target.model)
-        target, headers = self.target, caller.forwarded
-        out = Outgoing(target.provider, caller.route.dialect, path, target.model, headers, body.encode(), body)
+        out = caller.outgoing(self.target, path, body, own=False)
         try:
-            async with upstreams.ask(out, record) as answer:
+            with await upstreams.ask(out, record) as answer:
                 raw = Scrubber(*self.target.provider.secrets)(await read_answer(answer))
                 record.status("upstream", answer.status, answer.headers, False)
                 record.chunk("upstream", raw)
@@ -159,10 +158,10 @@ _MOST_CACHED = 200_000
 """JSON values of a body that is cached: the cache is bounded by characters, and small values take up far more."""
 LARGEST_RECORDING = 4 << 30
 """Bytes. What is sent again is recorded once, so only an agent that fills the disk gets there."""
-LARGEST_HELD = 256 << 20
+LARGEST_HELD = 128 << 20
 """Bytes of the requests of one session under way, so that an agent cannot use up the memory of all others."""
-_PER_VALUE = 16
-"""What a JSON value counts for in that: as an object it takes up some ten times its text, as the text itself may do."""
+LARGEST_WORK = 256 << 20
+"""What they may take up in memory when they are parsed: others wait. One alone may take up twice as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +212,8 @@ class Session:
         self.memory = Memory()
         self._others: dict[tuple[str, bool], Answerer] = {}
         self._calls: set[asyncio.Task[Any]] = set()
-        self._held = 0
+        self._held = self._work = 0
+        self._freed = asyncio.Event()
         info = {"id": self.id, "model": terms.model, "labels": dict(terms.labels), "closed_book": terms.closed_book}
         if terms.sampling:
             info["sampling"] = terms.sampling.given()
@@ -286,6 +286,8 @@ class Session:
         finally:
             self._calls.discard(task)
             self._held -= caller.held
+            self._work -= caller.work
+            self._freed.set()
 
     def _hold(self, caller: Caller, size: int) -> None:
         """Count what a request takes up in memory until it is answered; `BadMessage` if that is too much."""
@@ -295,6 +297,16 @@ class Session:
             words = f"the requests under way of this session are larger than {LARGEST_HELD >> 20} MiB together"
             raise BadMessage(words, 413)
 
+    async def _admit(self, caller: Caller, size: int) -> None:
+        """Wait until there is room for what a request takes up once it is parsed; `BadMessage` if there never is."""
+        if size > 2 * LARGEST_WORK:
+            raise BadMessage(f"the request would take up more than {LARGEST_WORK >> 19} MiB of memory", 413)
+        while self._work and self._work + size > LARGEST_WORK:
+            self._freed.clear()
+            await self._freed.wait()
+        caller.work = size
+        self._work += size
+
     async def _serve(self, caller: Caller) -> None:
         if self.recorder.written >= LARGEST_RECORDING:
             self.stop("its recording is full")
@@ -303,10 +315,14 @@ class Session:
         try:
             raw = await caller.read(partial(self._hold, caller))
             if kind in ("generate", "count_tokens"):
-                values = await asyncio.to_thread(count_values, raw) if len(raw) > _BIG else count_values(raw)
+                values = (
+                    count_values(raw, MOST_VALUES)
+                    if len(raw) <= _BIG
+                    else await asyncio.to_thread(count_values, raw, MOST_VALUES)
+                )
                 if values > MOST_VALUES:
                     raise BadMessage(f"the request has more than {MOST_VALUES:,} JSON values", 413)
-                self._hold(caller, len(raw) + _PER_VALUE * values)
+                await self._admit(caller, memory_of(raw, values))
         except BadMessage as error:
             reason: ErrorKind = "too_large" if error.status == 413 else "invalid_request"
             return await self._turn_down(caller, b"", error.status, str(error), reason)
@@ -370,7 +386,7 @@ class Session:
             meter.start()
         asked = caller.route.model or str(body.value.get("model") or self.model)
         facts = {**caller.facts(), "model": asked, "stream": caller.streams(body)}
-        record = self.gateway.metrics.measured(self.recorder.call(facts, body), facts)
+        record = self.recorder.call(facts, body, partial(MeasuredRecord, metrics=self.gateway.metrics, facts=facts))
         with Reservation(self._meters) as turn:
             x = Exchange(self, caller, body, record, turn)
             try:
@@ -405,7 +421,7 @@ class Session:
             tokens = None if self._spells_secret(x, turn) else turn.tokens
             turn = with_version(replace(turn, model=named, usage=x.usage or turn.usage, tokens=tokens), x.version)
         node = Node(x.record.number, request, turn, x.record.at, time.time(), x.caller.headers)
-        settle(node, [each.node for each in self.generations[-RECENT:]])
+        compute_keys(node, [each.node for each in self.generations[-RECENT:]])
         answered = x.started or outcome != "cancelled"
         generation = Generation(node, outcome, status, x.error, fault, answered, x.error_kind)
         self.generations.append(generation)
@@ -435,8 +451,7 @@ class Session:
     async def _answer_once_admitted(self, x: Exchange, asked: str) -> None:
         refusal = self._refusal()
         if not refusal and (any(meter.budget.requests_per_minute for meter in self._meters) or x.turn.reserve()):
-            async with x.kept_alive():
-                refusal = await self._wait_for_turn(x.turn)
+            refusal = await self._wait_for_turn(x.turn)
         if refusal:
             return await x.fail(400, refusal, "budget", outcome="refused")
         x.caller.dialect.check_recordable(x.body.value)

@@ -5,7 +5,8 @@ first content of a stream) are met here with further attempts, so that agents ne
 is never asked for twice. A kept connection that the provider had given up in the meantime is not a fault: the request
 is repeated at once on another one.
 
-aiohttp's client does the HTTP, without cookies, redirects and `~/.netrc`, through the proxies of the environment.
+aiohttp's connector makes and keeps the connections (names, TLS, proxies of the environment) and its parser reads the
+answers. `ClientSession` would double the processor time of a request: docs/decisions/gateway-http.md.
 """
 
 from __future__ import annotations
@@ -14,12 +15,10 @@ import contextlib
 import json
 import ssl
 import time
-from asyncio import Transport
-from collections.abc import AsyncIterator, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any, Literal
 from urllib.request import getproxies_environment, proxy_bypass
 from weakref import WeakSet
 
@@ -28,18 +27,16 @@ from aiohttp import (
     ClientError,
     ClientOSError,
     ClientRequest,
-    ClientResponse,
-    ClientResponseError,
-    ClientSession,
     ClientTimeout,
     ConnectionTimeoutError,
-    DummyCookieJar,
     ServerDisconnectedError,
+    StreamReader,
     TCPConnector,
 )
 from aiohttp.client_proto import ResponseHandler
 from aiohttp.connector import Connection
-from aiohttp.tracing import Trace
+from aiohttp.http import RawResponseMessage
+from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict
 from yarl import URL
 
@@ -47,12 +44,14 @@ from pier.gateway.budget import Limiter, Retry, pause
 from pier.gateway.login import LoginRefused
 from pier.gateway.logins import Unwrapper
 from pier.gateway.providers import Provider
+from pier.gateway.request import render
 from pier.record.redact import Scrubber, redacted_path
 from pier.record.writer import CallRecord
 from pier.wire.body import Body
 from pier.wire.contract import kind_of_status
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Fault, classify, error_in
+from pier.wire.headers import plain_headers
 from pier.wire.sse import Framer, MalformedAnswer, data_of, events_of
 from pier.wire.turn import DialectName, ErrorKind
 
@@ -66,6 +65,9 @@ _MAX_FIELD = 64 * 1024
 _READ_AHEAD = 256 * 1024
 KEPT = 60.0
 """Seconds in which an unused connection is kept."""
+_ADDRESSES = 256
+"""How many are kept parsed."""
+_CONNECT = ClientTimeout(total=None, sock_connect=30)
 
 
 @dataclass(eq=False)
@@ -81,6 +83,8 @@ class UpstreamFailed(Exception):
     passing: bool = False
     asked: float | None = None
     stale: bool = False
+    source: Literal["api", "front"] | None = None
+    """Who refused: the provider's API in its own words, or maybe a server in front of it; None if nothing did."""
 
     def __str__(self) -> str:
         return self.message
@@ -97,6 +101,29 @@ class Outgoing:
     headers: Mapping[str, str]
     data: bytes
     body: Body | None = None
+    query: str = ""
+    """What the agent added to the path."""
+    dropped: tuple[str, ...] = ()
+    """The names of the agent's headers that are left out."""
+
+    @property
+    def target(self) -> str:
+        return f"{self.path}?{self.query}" if self.query else self.path
+
+    def without(self, failed: UpstreamFailed) -> Outgoing | None:
+        """The same with nothing of the agent's but the body, and for a login its client's name; None if the failure
+        cannot be due to the rest. An API refuses features, such as betas; a server in front of it may refuse anything.
+        """
+        dialect = DIALECTS[self.dialect]
+        asks_for_features = self.query or any(map(dialect.is_client_header, self.headers))
+        if failed.fault == "agent" or not (failed.source == "front" or (failed.source and asks_for_features)):
+            return None
+        headers = plain_headers(dialect)
+        if self.provider.login and (name := CIMultiDict(self.headers).get("User-Agent")):
+            headers["User-Agent"] = name
+        lost = set(self.headers.items()) - set(headers.items())
+        dropped = (*self.dropped, *sorted(name.lower() for name, _ in lost))
+        return replace(self, headers=headers, query="", dropped=dropped) if lost or self.query else None
 
 
 @dataclass
@@ -108,24 +135,19 @@ class Upstreams:
     """An upstream is given up after this many seconds without a byte."""
     _limiters: dict[tuple[str, str | None], Limiter] = field(default_factory=dict)
     _proxies: Mapping[str, str] = field(default_factory=dict)
-    _http: ClientSession | None = None
+    _connector: TCPConnector | None = None
+    _served: WeakSet[ResponseHandler] = field(default_factory=WeakSet)
+    """Connections that had a request before."""
 
     def open(self) -> None:
         self._proxies = getproxies_environment()
-        self._http = ClientSession(
-            connector=_Connector(limit=0, keepalive_timeout=KEPT),
-            cookie_jar=DummyCookieJar(),
-            timeout=ClientTimeout(total=None, sock_connect=30, sock_read=self.silence),
-            read_bufsize=_READ_AHEAD,
-            max_line_size=_MAX_FIELD,
-            max_field_size=_MAX_FIELD,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-        )
+        self._connector = TCPConnector(limit=0, keepalive_timeout=KEPT)
+        self._place = lru_cache(_ADDRESSES)(self._find_place)
 
     async def close(self) -> None:
-        if self._http:
-            await self._http.close()
-            self._http = None
+        if self._connector:
+            await self._connector.close()
+            self._connector = None
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
@@ -134,36 +156,52 @@ class Upstreams:
         context.set_alpn_protocols(["http/1.1"])
         return context
 
+    def _find_place(self, address: str) -> tuple[ClientRequest, str]:
+        """Where to connect to for an address, as the connector wants to know it, and the first line of a request."""
+        url = URL(address, encoded=True)
+        proxy = self._proxies.get(url.scheme) if self._proxies else None
+        if proxy is not None and proxy_bypass(url.host or ""):
+            proxy = None
+        tls = self._tls if url.scheme == "https" else True
+        place = ClientRequest("POST", url, proxy=URL(proxy) if proxy else None, ssl=tls)
+        target = str(url) if proxy and url.scheme == "http" else url.raw_path_qs
+        return place, f"POST {target} HTTP/1.1"
+
     async def send(self, address: str, headers: CIMultiDict[str], data: bytes) -> Answer:
         """Send a POST; the beginning of its answer. `NoAnswer` if there is none; a cancelled caller closes the
         connection."""
-        assert self._http is not None, "the gateway is not open"
-        headers["Accept-Encoding"] = "identity"
-        sending = _Sending()
-        token = _SENDING.set(sending)
+        assert self._connector is not None, "the gateway is not open"
+        connection, reused = None, False
         try:
-            url = URL(address, encoded=True)
-            response = await self._http.post(
-                url,
-                data=data,
-                headers=headers,
-                allow_redirects=False,
-                proxy=self._proxy(url),
-                ssl=self._tls if url.scheme == "https" else True,
+            place, first = self._place(address)
+            connection = await self._connector.connect(place, [], _CONNECT)
+            protocol, transport = connection.protocol, connection.transport
+            assert protocol is not None and transport is not None
+            reused = protocol in self._served
+            self._served.add(protocol)
+            protocol.set_response_params(
+                read_until_eof=True,
+                read_timeout=self.silence,
+                read_bufsize=_READ_AHEAD,
+                max_line_size=_MAX_FIELD,
+                max_field_size=_MAX_FIELD,
             )
-        except (ClientError, OSError, ValueError) as error:
-            raise NoAnswer(error, reused=sending.reused) from None
+            headers.setdefault("Host", place.headers["Host"])
+            headers["Accept-Encoding"], headers["Content-Length"] = "identity", str(len(data))
+            if proof := place.headers.get("Proxy-Authorization"):
+                headers["Proxy-Authorization"] = proof
+            transport.write(render(first, headers.items()) + data)
+            protocol.start_timeout()
+            message, body = await protocol.read()
+            while message.code < 200:
+                message, body = await protocol.read()
+        except (ClientError, HttpProcessingError, OSError, ValueError) as error:
+            _abort(connection)
+            raise NoAnswer(error, reused=reused) from None
         except BaseException:
-            sending.abort()
+            _abort(connection)
             raise
-        finally:
-            _SENDING.reset(token)
-        return Answer(response, sending)
-
-    def _proxy(self, url: URL) -> str | None:
-        """The environment's proxy for this address. aiohttp's `trust_env` would also send passwords of ~/.netrc."""
-        proxy = self._proxies.get(url.scheme) if self._proxies else None
-        return None if proxy is None or proxy_bypass(url.host or "") else proxy
+        return Answer(connection, message, body)
 
     def limiter(self, provider: Provider) -> Limiter:
         place = (provider.url, provider.key)
@@ -171,16 +209,18 @@ class Upstreams:
             self._limiters[place] = Limiter(provider.requests_per_minute, provider.concurrency)
         return self._limiters[place]
 
-    @contextlib.asynccontextmanager
-    async def ask(self, out: Outgoing, record: CallRecord) -> AsyncIterator[Answer]:
-        """The beginning of a good answer (status below 400). Leaving early ends the upstream's generation."""
+    async def ask(self, out: Outgoing, record: CallRecord) -> Answer:
+        """The beginning of a good answer (status below 400), as a context manager: leaving early ends the upstream's
+        generation."""
         limiter = self.limiter(out.provider)
-        async with limiter:
+        await limiter.acquire()
+        try:
             answer = await self._attempts(out, record, limiter)
-            try:
-                yield answer
-            finally:
-                answer.close()
+        except BaseException:
+            limiter.release()
+            raise
+        answer.limiter = limiter
+        return answer
 
     async def _attempts(self, out: Outgoing, record: CallRecord, limiter: Limiter) -> Answer:
         began, attempt, stale = time.monotonic(), 0, False
@@ -197,7 +237,10 @@ class Upstreams:
                 if failed.passing and not stale:
                     limited = failed.fault == "rate_limit"
                     wait = self.retry.pause(attempt, time.monotonic() - began, failed.asked, limited=limited)
-                record.failed(failed.message, wait, None if stale else failed.fault)
+                plain = out.without(failed) if wait is None else None
+                record.failed(failed.message, 0.0 if plain else wait, None if stale else failed.fault)
+                if plain is not None:
+                    return await self._ask_plainly(plain, record, failed)
                 if wait is None:
                     raise
                 if failed.asked:
@@ -205,14 +248,26 @@ class Upstreams:
                 else:
                     await pause(wait)
 
+    async def _ask_plainly(self, plain: Outgoing, record: CallRecord, failed: UpstreamFailed) -> Answer:
+        """Ask once more, without the agent's headers and query: only what is refused then too is the provider's fault.
+        With a login some may be needed, so that only an answer counts."""
+        try:
+            return await self._attempt(plain, record)
+        except UpstreamFailed as again:
+            decided = again if again.fault == "agent" and not plain.provider.login else failed
+            record.failed(again.message, None, decided.fault)
+            raise decided from None
+
     async def _attempt(self, out: Outgoing, record: CallRecord) -> Answer:
         provider = out.provider
-        facts = {"provider": provider.name, "dialect": out.dialect, "model": out.model}
+        facts: dict[str, Any] = {"provider": provider.name, "dialect": out.dialect, "model": out.model}
+        if out.dropped:
+            facts["dropped"] = out.dropped
         try:
             if provider.login:
                 answer = await self._send_with_login(out, facts, record)
             else:
-                address = provider.address(out.path)
+                address = provider.address(out.target)
                 headers = CIMultiDict(out.headers)
                 headers.update(provider.credentials(out.dialect))
                 record.attempt({**facts, "url": redacted_path(address)}, out.body)
@@ -221,8 +276,14 @@ class Upstreams:
             words, status = f"{provider.name} cannot be reached: {error}", 502
             if error.timed_out:
                 words, status = f"{provider.name} did not answer in time", 504
-            kind = kind_of_status(status)
-            raise UpstreamFailed(status, words, kind, passing=error.passing, stale=error.stale) from None
+            raise UpstreamFailed(
+                status,
+                words,
+                kind_of_status(status),
+                passing=error.passing,
+                stale=error.stale,
+                source="front" if error.hung_up else None,
+            ) from None
         except LoginRefused as error:
             # 400: some agents take a 401 for a fault that passes, and ask again for minutes
             status = 503 if error.passing else 400
@@ -243,7 +304,7 @@ class Upstreams:
         facts = {**facts, "url": login.base, "login": login.title}
         while True:
             try:
-                sent = await login.request(self.send, out.path, out.headers, out.data, out.model, refused)
+                sent = await login.request(self.send, out.target, out.headers, out.data, out.model, refused)
                 facts["url"] = redacted_path(sent[0])
             finally:
                 record.attempt(facts, out.body)
@@ -266,30 +327,41 @@ class NoAnswer(Exception):
     def __init__(self, error: Exception, *, reused: bool) -> None:
         super().__init__(str(error) or type(error).__name__)
         self.timed_out = isinstance(error, TimeoutError)
-        lasting = (ClientResponseError, ClientConnectorCertificateError, ValueError, TimeoutError)
+        lasting = (HttpProcessingError, ClientConnectorCertificateError, ValueError, TimeoutError)
         self.passing = isinstance(error, ConnectionTimeoutError) or not isinstance(error, lasting)
-        unheard = isinstance(error, ServerDisconnectedError) and isinstance(error.message, str)
-        self.stale = reused and (unheard or isinstance(error, ClientOSError))
+        self.hung_up = isinstance(error, ServerDisconnectedError) and isinstance(error.message, str)
+        """The connection was closed without an answer."""
+        self.stale = reused and (self.hung_up or isinstance(error, ClientOSError))
 
 
 class Answer:
     """An answer that has begun. A reader who stops reading stops the provider."""
 
-    def __init__(self, response: ClientResponse, sending: _Sending) -> None:
-        self._response = response
-        self._sending = sending
+    def __init__(self, connection: Connection, message: RawResponseMessage, body: StreamReader) -> None:
+        self._connection = connection
+        self._body = body
         self._ahead = b""
+        self.limiter: Limiter | None = None
+        """What counts it among the requests that may run at the same time."""
         self.unwrapper: Unwrapper | None = None
         """Takes answers out of what some providers wrap them in."""
-        self.status = response.status
-        self.headers = response.headers
-        self.content_type = response.content_type if "Content-Type" in response.headers else ""
+        self.status = message.code
+        self.headers = message.headers
+        self.content_type = message.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+    def __enter__(self) -> Answer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        if self.limiter:
+            self.limiter.release()
 
     @property
     def ended(self) -> bool:
         """Whether all of the body is here and was read."""
         held = self.unwrapper is not None and self.unwrapper.held
-        return self._response.content.at_eof() and not self._ahead and not held
+        return self._body.at_eof() and not self._ahead and not held
 
     def unread(self, data: bytes) -> None:
         """Let the next `read` give this."""
@@ -302,12 +374,12 @@ class Answer:
             data, self._ahead = self._ahead, b""
             return data
         try:
-            data = await self._response.content.readany()
+            data = await self._body.readany()
             while self.unwrapper is not None:
                 found = self.unwrapper.feed(data) if data else self.unwrapper.rest()
                 if found or not data:
                     return found
-                data = await self._response.content.readany()
+                data = await self._body.readany()
             return data
         except ClientError as error:
             if isinstance(error, TimeoutError):
@@ -317,42 +389,16 @@ class Answer:
     def close(self) -> None:
         """Done with it. The connection serves again if the answer was read to its end."""
         if self.ended:
-            self._response.release()
+            self._connection.release()
         else:
-            self._sending.abort()
-            self._response.close()
+            _abort(self._connection)
 
 
-@dataclass(slots=True)
-class _Sending:
-    """The connection of one request."""
-
-    transport: Transport | None = None
-    reused: bool = False
-
-    def abort(self) -> None:
-        """Close without sending what is still to be sent, as aiohttp would."""
-        if self.transport:
-            self.transport.abort()
-
-
-_SENDING: ContextVar[_Sending] = ContextVar("pier_gateway_sending")
-
-
-class _Connector(TCPConnector):
-    """Notes which connection a request got, and whether that had served before."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._served: WeakSet[ResponseHandler] = WeakSet()
-
-    async def connect(self, req: ClientRequest, traces: list[Trace], timeout: ClientTimeout) -> Connection:
-        connection = await super().connect(req, traces, timeout)
-        sending, protocol = _SENDING.get(), connection.protocol
-        assert protocol is not None
-        sending.reused, sending.transport = protocol in self._served, protocol.transport
-        self._served.add(protocol)
-        return connection
+def _abort(connection: Connection | None) -> None:
+    """Close without sending the rest of a request."""
+    if connection is not None and connection.protocol is not None:  # it is false while it has nothing to read
+        connection.protocol.abort()
+        connection.close()
 
 
 async def _refused(answer: Answer, out: Outgoing, record: CallRecord) -> UpstreamFailed:
@@ -379,7 +425,8 @@ def _failure(answer: Answer, raw: bytes, error: object, out: Outgoing, record: C
     message, kind = DIALECTS[out.dialect].parse_error(failure.status, _decoded(words))
     own = raw if isinstance(_decoded(raw), dict) and failure.status == answer.status else None
     said = message or f"{out.provider.name} answered {answer.status}"
-    return UpstreamFailed(failure.status, said, kind, own, failure.fault, failure.passing, failure.asked)
+    source = "api" if error_in(error) is not None else "front"
+    return UpstreamFailed(failure.status, said, kind, own, failure.fault, failure.passing, failure.asked, source=source)
 
 
 async def _look_ahead(answer: Answer, out: Outgoing, record: CallRecord) -> None:

@@ -18,11 +18,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pier.beneath import write_all
 from pier.errors import ImageError
-from pier.image.adopt import remove_tree
-from pier.image.disk import write_all
-from pier.image.unpack import compression_of, decompressed, is_kept_xattr, unpack
-from pier.image.view import View, ViewEntry, user_ids
+from pier.image.layer_directories import View, ViewEntry, remove_tree, user_ids
+from pier.image.layer_tar import compression_of, decompressed, is_kept_xattr, unpack
 
 
 class Ignore:
@@ -288,7 +287,7 @@ class _Layer:
     def _copy_file(self, source: str, place: str) -> None:
         with open(source, "rb", buffering=0) as reader, open(place, "xb", buffering=0) as writer:
             while data := reader.read(_CHUNK):
-                write_all(writer, data)
+                write_all(writer.fileno(), data)
 
     def _set_metadata(self, entry: ViewEntry, place: str) -> None:
         """The metadata of a copied entry: `--chown` and `--chmod` go before its own."""

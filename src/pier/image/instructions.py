@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from pier.errors import ImageError
 from pier.image import owner
-from pier.image.build import PREDEFINED, Build, find_stage
+from pier.image.build import PREDEFINED, Build, BuildStage, BuildStep, StepMount, find_stage, key_of
 from pier.image.copying import Ignore, content_digest
 from pier.image.dockerfile import Heredoc, Instruction, expand, split
-from pier.image.stage import BuildStage, BuildStep, StepMount, key_of
-from pier.image.view import View
+from pier.image.layer_directories import View
 from pier.network.policy import NONE
 
 if TYPE_CHECKING:
@@ -153,16 +152,17 @@ async def _make_layer(build: Build, what: str, fill: Fill) -> str:
 async def workdir(build: Build, stage: BuildStage, instruction: Instruction) -> None:
     """WORKDIR: set the directory, and make it for the current user if it is missing."""
     path = stage.path(expand(instruction.text, stage.values(), build.file.escape))
-    stage.workdir = path.rstrip("/") or "/"
-    if stage.workdir == "/":
+    workdir = path.rstrip("/") or "/"
+    stage.set(workdir=workdir)
+    if workdir == "/":
         return
 
     async def fill(layer: Path) -> None:
         await owner.run(
-            "make_directories", target=str(layer), layers=stage.places(), path=stage.workdir, user=stage.user
+            "make_directories", target=str(layer), layers=stage.places(), path=workdir, user=stage.config.user
         )
 
-    key = key_of(stage.key, "WORKDIR", stage.workdir, stage.user)
+    key = key_of(stage.key, "WORKDIR", workdir, stage.config.user)
     await _layer(build, stage, key, str(instruction), fill)
 
 
@@ -171,10 +171,18 @@ async def run(build: Build, stage: BuildStage, instruction: Instruction) -> None
     command = _run_command(stage, instruction)
     mounts = read_mounts(build, stage, instruction)
     network = _run_network(build, instruction)
-    values = {**stage.args, **stage.env}
+    values = {**stage.args, **stage.config.env}
     proxies = {name: value for name, value in build.build_args.items() if name in PREDEFINED}
     key = key_of(
-        stage.key, "RUN", command, values, stage.user, stage.workdir, network.mode, network.hosts, await mounts.key()
+        stage.key,
+        "RUN",
+        command,
+        values,
+        stage.config.user,
+        stage.config.workdir,
+        network.mode,
+        network.hosts,
+        await mounts.key(),
     )
 
     async def fill(layer: Path) -> None:
@@ -182,7 +190,9 @@ async def run(build: Build, stage: BuildStage, instruction: Instruction) -> None
             raise ImageError("RUN needs a sandbox, and this build was given none", code="build")
         output = _Output(build.on_progress)
         async with mounts.prepared() as there:
-            step = BuildStep(stage.image(), command, {**proxies, **values}, stage.user, stage.workdir, network, there)
+            step = BuildStep(
+                stage.image(), command, {**proxies, **values}, stage.config.user, stage.config.workdir, network, there
+            )
             code = await build.runner.run(step, layer, output.take)
         output.close()
         if code != 0:
@@ -202,11 +212,11 @@ def _run_command(stage: BuildStage, instruction: Instruction) -> tuple[str, ...]
             raise ImageError("the command is empty", code="dockerfile", blame="task")
         return tuple(words)
     if not instruction.heredocs:
-        return (*stage.shell, instruction.text)
+        return (*stage.config.shell, instruction.text)
     first = instruction.heredocs[0]
     if len(instruction.heredocs) == 1 and _HEREDOC_WORD.fullmatch(instruction.text):
-        return _script(first.text) if first.text.startswith("#!") else (*stage.shell, first.text)
-    return (*stage.shell, instruction.text + "".join(f"\n{doc.text}{doc.name}" for doc in instruction.heredocs))
+        return _script(first.text) if first.text.startswith("#!") else (*stage.config.shell, first.text)
+    return (*stage.config.shell, instruction.text + "".join(f"\n{doc.text}{doc.name}" for doc in instruction.heredocs))
 
 
 def _script(text: str) -> tuple[str, ...]:

@@ -33,8 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pier.files import locked, write_json
 from pier.image import owner
-from pier.image.disk import told_by_disk
-from pier.image.model import ImageConfig
+from pier.image.model import ImageConfig, disk_errors
 
 Origin = Literal["import", "docker", "pull", "build"]
 
@@ -173,7 +172,7 @@ class Draft:
         """Make the layer visible as `layer_id`; if it is there already this one is dropped. Its directory."""
         record = LayerRecord(id=layer_id, size=size, origin=origin, source=source)
         final = self._layers.root / "layers" / hex_of(layer_id)
-        with told_by_disk("keeping a layer"):
+        with disk_errors("keeping a layer"):
             write_json(self._directory / "layer.json", record.model_dump(), durable=False)
             final.parent.mkdir(parents=True, exist_ok=True)
         with self._layers.users.using():

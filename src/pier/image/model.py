@@ -9,12 +9,13 @@ The built-in image `host`: this machine's own root. Importing this loads nothing
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -187,3 +188,16 @@ def host_refusal(where: str) -> TaskError:
     """The error for a task that asks for this machine's root: only the user gives that away."""
     message = f"{where}: a task cannot choose the image {HOST!r}, which shows this machine's software"
     return TaskError(message, hint=f"run it with --image {HOST}", code="host_image")
+
+
+@contextlib.contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turn an OSError into an `ImageError`: code `disk_full` if there is no space left, else `files`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ImageError(
+                f"the disk is full: {error}", code="disk_full", hint="pier image gc --max-size 10G", retryable=True
+            ) from error
+        raise ImageError(f"{what}: {error}", code="files") from error

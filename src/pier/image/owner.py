@@ -1,13 +1,9 @@
-"""Runs operations on a store's directories as whoever owns the files in them.
+"""Runs operations on a store's directories as the owner of the files in them.
 
 As root the store's files have the owners that the image says (0 to 65535), and operations run in a thread. As a plain
 user those owners are the user's subordinate ids, which only a process inside a user namespace may handle: operations
-then run in one (`pier.image.owner`). With a single id all files are the user's.
-
-The operations on a store's directories by name, and the program that runs one inside a user namespace.
-
-The program reads `[operation, arguments]` from its stdin and writes the answer to its stdout, both JSON. Standard
-library only.
+then run in one. It reads `[operation, arguments]` from its stdin and writes the answer to its stdout, both JSON, and
+uses the standard library only. With a single id all files are the user's.
 """
 
 from __future__ import annotations
@@ -23,10 +19,10 @@ from typing import Any
 import pier
 from pier.errors import ImageError
 from pier.idmap import IdMap, enter
-from pier.image.adopt import adopt_layer, copy_tree, measure, remove_tree, unpack_archive
 from pier.image.copying import copy_into, make_directories
-from pier.image.disk import told_by_disk
-from pier.image.packing import digest_layer
+from pier.image.layer_directories import adopt_layer, copy_tree, measure, remove_tree, unpack_archive
+from pier.image.layer_tar import digest_layer
+from pier.image.model import disk_errors
 
 OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "unpack_archive": unpack_archive,
@@ -44,7 +40,7 @@ OWNING = frozenset({"unpack_archive", "copy_tree", "copy_into", "make_directorie
 
 def perform(operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Run an operation by name."""
-    with told_by_disk(operation.replace("_", " ")):
+    with disk_errors(operation.replace("_", " ")):
         return OPERATIONS[operation](**arguments)
 
 

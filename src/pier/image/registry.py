@@ -34,9 +34,9 @@ from typing import Any
 
 import aiohttp
 
+from pier.beneath import write_all
 from pier.errors import ImageError
-from pier.image.disk import told_by_disk, write_all
-from pier.image.model import DEFAULT_REGISTRY, OnProgress, Reference, choose_platform, digest_of
+from pier.image.model import DEFAULT_REGISTRY, OnProgress, Reference, choose_platform, digest_of, disk_errors
 from pier.image.outbound import HostRefused, open_session
 from pier.network.outside import Outside, Refused
 from pier.network.policy import Address, objection
@@ -232,8 +232,8 @@ class Registry:
                 total = (answer.content_length or 0) + sink.tell()
                 last = asyncio.get_running_loop().time()
                 async for chunk in answer.content.iter_chunked(_CHUNK):
-                    with told_by_disk(f"downloading {digest}"):
-                        write_all(sink, chunk)
+                    with disk_errors(f"downloading {digest}"):
+                        write_all(sink.fileno(), chunk)
                     now = asyncio.get_running_loop().time()
                     if now - last > 1:
                         last = now

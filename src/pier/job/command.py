@@ -55,7 +55,7 @@ def run_without_report(
             void(job, again)
         interrupted = _run_owed(job, env, _progress(job, show), None)
         if show is Show.FULL and (interrupted or job.stopped):
-            click.echo(f"{job.stopped or 'interrupted'}; the same command continues it", err=True)
+            click.echo(f"{job.stopped or 'interrupted'}; run the same command to continue", err=True)
         return job.directory, exit_code(job.ledger, graded=not config.verifier.disable, interrupted=interrupted)
 
 
@@ -89,7 +89,7 @@ def again_and_report(
         if n_concurrent is not None:
             job.config.n_concurrent_trials = n_concurrent
         if wanted is not None and void(job, wanted) == 0 and show is Show.FULL:
-            click.echo("no finished trial is of that kind", err=True)
+            click.echo("no finished trial matches", err=True)
         return _run(job, env, show)
 
 
@@ -107,7 +107,7 @@ def regrade_and_report(
         config.n_concurrent_trials = n_concurrent
     with open_regrade(source, config, env) as job:
         if job.left_out and show is Show.FULL:
-            click.echo(f"{job.left_out} finished trials kept no state and are left out", err=True)
+            click.echo(f"skipping {job.left_out} finished trials that kept no state", err=True)
         return _run(job, env, show)
 
 

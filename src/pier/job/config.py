@@ -47,7 +47,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class FlagPrefix:
-    """What the flags of a table begin with instead of `--`, and their group."""
+    """The prefix of a table's flags instead of `--`, and their group."""
 
     prefix: str
     group: str
@@ -84,7 +84,7 @@ class BudgetConfig(_Part):
         default=None, gt=0, description="Stop after this cost in dollars."
     )
     wall_time: float | None = Field(default=None, gt=0, description="Stop after this many seconds.")
-    requests_per_minute: int | None = Field(default=None, gt=0, description="Most model calls a minute.")
+    requests_per_minute: int | None = Field(default=None, gt=0, description="Maximum model calls per minute.")
 
 
 class AgentConfig(_Part):
@@ -119,7 +119,7 @@ class AgentConfig(_Part):
     kwargs: Annotated[
         dict[str, Any],
         Flag("--ak --agent-kwarg", "K=V", "typed-pairs"),
-        Flag("--effort", "LEVEL", entry="reasoning_effort", help="The reasoning effort, if the agent has one."),
+        Flag("--effort", "LEVEL", entry="reasoning_effort", help="Reasoning effort, if the agent supports it."),
     ] = Field(default_factory=dict, description="An option of the agent.")
     env: Annotated[dict[str, str], Flag("--ae --agent-env", "K=V", "pairs")] = Field(
         default_factory=dict, description="A variable for the agent; ${NAME} is filled in right before use."
@@ -154,12 +154,12 @@ class AgentConfig(_Part):
 
     @property
     def connection(self) -> dict[str, str]:
-        """What replaces the model's own address, key and format."""
+        """Replaces the model's own address, key and format."""
         return self.model_dump(include={"base_url", "model_api_key_name", "model_api_format"}, exclude_none=True)
 
     @property
     def label(self) -> str:
-        """What the agent is called in tables and results."""
+        """The name of the agent in tables and results."""
         return self.name or str(self.import_path)
 
 
@@ -257,7 +257,7 @@ class RetryConfig(_Part):
     group = "Retries"
 
     max_retries: Annotated[int, Flag("-r --max-retries", "N")] = Field(
-        default=0, ge=0, description="Retries of a trial that failed through no fault of the agent."
+        default=0, ge=0, description="Retries of a trial whose failure was not the agent's fault."
     )
     include_exceptions: Annotated[list[str] | None, Flag("--retry-include", "ERROR")] = Field(
         default=None, description="Retry only these errors: class name or code."
@@ -330,7 +330,7 @@ class JobTask(_Part):
     path: Annotated[str, Flag("-t --task", "PATH")] = Field(description="A single task: a directory, or URL#PATH.")
     git_url: str | None = Field(default=None, description="The git repository that holds the task.")
     git_commit_id: str | None = Field(default=None, description="The commit to check out.")
-    source: str | None = Field(default=None, description="The dataset that the task is counted to.")
+    source: str | None = Field(default=None, description="The dataset that the task belongs to.")
 
 
 class MetricConfig(_Part):
@@ -339,7 +339,7 @@ class MetricConfig(_Part):
     group = "Job"
 
     type: Literal["mean", "sum", "min", "max"] = Field(default="mean", description="mean, sum, min or max.")
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Ignored; Harbor's files have it.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Ignored; accepted for Harbor's files.")
 
 
 class JobConfig(_Part):
@@ -361,16 +361,16 @@ class JobConfig(_Part):
     )
     agent_timeout_multiplier: Annotated[
         _Above0, Flag("--agent-timeout-multiplier", "FACTOR", group="Time limits")
-    ] = Field(default=None, description="Factor for the agent's time limit instead.")  # fmt: skip
+    ] = Field(default=None, description="Factor for the agent's time limit, instead of that.")  # fmt: skip
     verifier_timeout_multiplier: Annotated[
         _Above0, Flag("--verifier-timeout-multiplier", "FACTOR", group="Time limits")
-    ] = Field(default=None, description="Factor for the verifier's time limit instead.")
+    ] = Field(default=None, description="The same for the verifier's time limit.")
     agent_setup_timeout_multiplier: Annotated[
         _Above0, Flag("--agent-setup-timeout-multiplier", "FACTOR", group="Time limits")
-    ] = Field(default=None, description="Factor for the time limit of installing the agent instead.")
+    ] = Field(default=None, description="The same for the time limit of installing the agent.")
     environment_build_timeout_multiplier: Annotated[
         _Above0, Flag("--environment-build-timeout-multiplier", "FACTOR", group="Time limits")
-    ] = Field(default=None, description="Factor for the time limit of building images instead.")
+    ] = Field(default=None, description="The same for the time limit of building images.")
     debug: bool = Field(default=False, description="Print tracebacks and debug messages, as --debug does.")
     n_concurrent_trials: Annotated[int, Flag("-n --n-concurrent", "N", common=3)] = Field(
         default=4, ge=1, description="Trials that run at once."
@@ -409,7 +409,7 @@ class JobConfig(_Part):
         default=None, description="Image instead of each task's own; `host` is this machine's software."
     )
     keep_state: Annotated[bool, Flag("--keep-state")] = Field(
-        default=False, description="Keep what agents leave behind, for `pier job regrade`."
+        default=False, description="Keep the final state of each sandbox for `pier job regrade`."
     )
     regrade_of: str | None = Field(default=None, description="The job that this one grades again.")
     review: bool = Field(
@@ -478,7 +478,7 @@ _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "tex
 
 
 def expected(field: FieldInfo) -> str:
-    """What a field takes, as error messages say it."""
+    """The values that a field accepts, for error messages."""
     if named := [flag.expects for flag in field.metadata if isinstance(flag, Flag) and flag.expects]:
         return named[0]
     nouns = [

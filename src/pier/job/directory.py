@@ -34,6 +34,7 @@ from pier import __version__
 from pier.agent.contract import pack_spec
 from pier.beneath import remove
 from pier.errors import JobError, PierError
+from pier.figures import Summary, describe
 from pier.files import read_journal, write, write_json
 from pier.job.config import JobConfig
 from pier.job.ledger import (
@@ -50,7 +51,6 @@ from pier.job.ledger import (
 )
 from pier.job.load import parse, read_file, to_disk
 from pier.job.plan import KEY, NOT_ASKED, MakePlan, Plan, PlannedTrial, Warn, make_key, plan_job, read_key
-from pier.job.results import Summary, describe
 from pier.job.view import CONFIG, LOCK, RESULT, JobView, ResultGroup
 from pier.trial.result import lock_row
 
@@ -116,7 +116,7 @@ def write_lock(directory: Path, config: dict[str, Any], plan: Plan) -> None:
 
 
 def _packs(agents: Iterable[dict[str, Any]]) -> dict[str, dict[str, str | None]]:
-    """What the agents' packs are made of, by the agents' names; agents that cannot be found here are left out."""
+    """The packages of the agents' packs, by the agents' names; unknown agents are left out."""
     found: dict[str, dict[str, str | None]] = {}
     for agent in agents:
         name = agent.get("import_path") or agent.get("name") or ""
@@ -336,7 +336,10 @@ def _find_directory(config: JobConfig, asked: str, make_plan: MakePlan) -> Path 
             continue
         if ledger.outcomes.keys() <= make_plan(read_key(directory)).by_id.keys():
             return directory
-        click.echo(f"{directory} is unfinished and had other secrets or files: pier job resume {directory}", err=True)
+        click.echo(
+            f"not continuing {directory}, whose secrets or files differ; to continue it: pier job resume {directory}",
+            err=True,
+        )
     return None
 
 

@@ -36,9 +36,9 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from pier.errors import JobError, PierError
+from pier.figures import Cost, TokenTotals
 from pier.files import Journal, read_journal
 from pier.job.plan import Plan
-from pier.job.results import Cost, TokenTotals
 from pier.redact import Redactor
 from pier.tree import TreeError, open_regular
 from pier.trial.result import AgentResult, ExceptionInfo, TrialResult, failure_cause, read_result, storage_fault
@@ -49,7 +49,7 @@ VERSION = 2
 
 
 class Used(NamedTuple):
-    """What a job used of its budget: turns, tokens in and out, dollars, and seconds if these are limited."""
+    """The usage of a job with a budget: turns, tokens in and out, dollars, and seconds if these are limited."""
 
     turns: int = 0
     read: int = 0
@@ -65,7 +65,7 @@ def now() -> str:
 
 @dataclass(slots=True)
 class Ledger:
-    """What is known of a job, in memory and on disk. Only the job's owner calls the methods that write."""
+    """The state of a job, in memory and on disk. Only the job's owner calls the methods that write."""
 
     directory: Path
     id: str
@@ -200,7 +200,7 @@ def _lines(path: Path) -> Iterable[Any]:
 
 
 def not_a_job(directory: Path) -> JobError:
-    """Say what a directory is instead of a job's, and what to type."""
+    """The error for a directory that is not a job, with the command to use instead."""
     if not directory.exists():
         return JobError(f"{directory}: no such directory", hint="pier job list", code="not-a-job")
     if not directory.is_dir():
@@ -303,7 +303,7 @@ def stop_owner(directory: Path, owner: Owner) -> None:
     """Ask the runner of a job to stop in good order, as Ctrl-C does; again, to bound its clean-up. `JobError` if that
     is not possible from here."""
     if not owner.here:
-        raise JobError(f"{directory} is run by {owner}, which cannot be reached from here", code="job-owned")
+        raise JobError(f"cannot stop {directory}: it is run by {owner}, which is not on this machine", code="job-owned")
     try:
         process = os.pidfd_open(owner.pid)
     except ProcessLookupError:
@@ -315,7 +315,9 @@ def stop_owner(directory: Path, owner: Owner) -> None:
     except ProcessLookupError:
         return
     except PermissionError:
-        raise JobError(f"{directory} is run by {owner}, which belongs to another user", code="job-owned") from None
+        raise JobError(
+            f"cannot stop {directory}: it is run by {owner}, which belongs to another user", code="job-owned"
+        ) from None
     finally:
         os.close(process)
 

@@ -26,8 +26,8 @@ from pydantic.fields import FieldInfo
 from pier.errors import UsageError
 from pier.job.config import JobConfig, Setting, expected, model_in
 from pier.redact import REDACTED, Redactor
-from pier.sandbox import BACKENDS
 from pier.secret import HIDDEN, is_secret, looks_secret, secrets_in, secrets_in_text, value_on_disk
+from pier.trial.record import backend_fields
 
 UNSUPPORTED = tuple(
     tuple(cell.strip() for cell in row.split("|"))
@@ -91,7 +91,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from error
     if data is not None and (not isinstance(data, dict) or not all(isinstance(key, str) for key in data)):
-        raise UsageError(f"{path}: must be a table of names and values")
+        raise UsageError(f"{path}: expected a mapping of names to values")
     return data or {}
 
 
@@ -208,7 +208,7 @@ def apply_flags(config: dict[str, Any], given: Iterable[tuple[Setting, Any]]) ->
     merged["agents"] = _agents(merged.get("agents") or [{}], apart)
     _choose_sources(merged, apart)
     if not merged["datasets"] and any(key.startswith("datasets.") for key, _, _ in layer):
-        raise UsageError("a selection of tasks is given, but no dataset to select from", hint="pier run DIRECTORY")
+        raise UsageError("tasks are selected, but no dataset is given", hint="pier run DIRECTORY")
     for key, value, joins in layer:
         root, _, inner = key.partition(".")
         if root in ("agents", "datasets"):
@@ -261,7 +261,7 @@ def _agents(agents: list[dict[str, Any]], apart: Mapping[str, Any]) -> list[dict
         agents = [{"import_path" if ":" in name else "name": name}]
     if models := apart.get("agents.model_name"):
         if len(agents) > 1:
-            raise UsageError("-m together with a job file of several agents is ambiguous", hint="give -a as well")
+            raise UsageError("cannot use -m with a job file that names several agents", hint="give -a as well")
         agents = [{**agents[0], "model_name": model} for model in models]
     return [dict(agent) for agent in agents]
 
@@ -353,17 +353,11 @@ def read_job(files: Iterable[str], given: Iterable[tuple[Setting, Any]] = ()) ->
 
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
-_HARBOR_BACKENDS = ("docker",)
-"""Backends that Harbor knows by the same name."""
-
 
 def to_disk(config: JobConfig, env: Mapping[str, str]) -> dict[str, Any]:
     """A configuration as it may stand on disk, in a shape that Harbor reads too."""
     data = config.model_dump(mode="json")
-    backend = config.environment.backend
-    known = backend in _HARBOR_BACKENDS
-    data["environment"]["type"] = backend if known else None
-    data["environment"]["import_path"] = None if known else BACKENDS.get(backend, backend)
+    data["environment"] |= backend_fields(config.environment.backend)
     return hide(data, env)
 
 
@@ -377,7 +371,7 @@ def fill(value: Any, env: Mapping[str, str], where: str = "") -> Any:
         if isinstance(value, str) and (value == HIDDEN or REDACTED in value):
             raise UsageError(
                 f"{where}: this value is secret and was not written to disk",
-                hint="run the command that started the job again, it continues the job",
+                hint="run the command that started the job again; it continues the job",
                 code="hidden-value",
             )
         return value
@@ -433,7 +427,7 @@ def read_env_file(path: Path) -> dict[str, str]:
             continue
         name, equals, value = line.partition("=")
         if not equals or not name.strip().isidentifier():
-            raise UsageError(f"{path}:{number}: not of the form NAME=value")
+            raise UsageError(f"{path}:{number}: expected NAME=value")
         value = value.strip()
         quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
         found[name.strip()] = value[1:-1] if quoted else value.partition(" #")[0].rstrip()

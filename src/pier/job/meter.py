@@ -34,7 +34,7 @@ class JobMeter(Meter):
 
     @property
     def used(self) -> Used:
-        """What was used so far; time is counted only if it is limited."""
+        """The usage so far; time is counted only if it is limited."""
         seconds = self._before
         if self.budget.wall_time is not None and self._started is not None:
             seconds += round(time.monotonic() - self._started, 1)

@@ -1,4 +1,4 @@
-"""What a job will do: its trials, each with an identity that is the same wherever and whenever it is computed.
+"""The plan of a job: its trials, each with an identity that is the same wherever and whenever it is computed.
 
 An identity is made of the task's name and digest, the agent's configuration, the settings that can change a result, the
 content of every file that these name, and the attempt. Paths of tasks, ports on the loopback and times are not part of
@@ -7,7 +7,7 @@ not count, so that a setting which a later version adds changes nothing. A secre
 random and only the owner of the job's directory can read it, so no file reveals the secret.
 
 Tasks may ask for variables of the user's environment (`${NAME}`), whose values go into their sandboxes. A task from
-somewhere else could ask for anything, so nothing is handed out before the user agreed.
+somewhere else could ask for anything, so no value is passed on before the user agreed.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _identity_of(task: PlannedTask, agent: dict[str, Any], settings: dict[str, A
 
 
 def _set_values(table: dict[str, Any]) -> dict[str, Any]:
-    """What asks for something. Inside of a value, everything does."""
+    """The entries that are set. Nested values are kept as they are."""
     return {key: value for key, value in table.items() if value is not None and value != [] and value != {}}
 
 
@@ -189,11 +189,11 @@ class Consent:
         if not self._wanted or self._given:
             return
         rows = ", ".join(f"{name} (for {task})" for name, task in sorted(self._wanted.items()))
-        question = f"tasks want these variables of yours in their sandboxes: {rows}"
+        question = f"tasks request these environment variables: {rows}"
         if not sys.stdin.isatty():
-            raise UsageError(question, hint="add -y if they may have them", code="no-consent")
-        if not click.confirm(f"{question}. Hand them out?", err=True):
-            raise UsageError("the variables are not handed out, so nothing was run", code="no-consent")
+            raise UsageError(question, hint="add -y to allow it", code="no-consent")
+        if not click.confirm(f"{question}. Allow it?", err=True):
+            raise UsageError("access to environment variables was denied; nothing was run", code="no-consent")
 
 
 def _wanted(task: Task) -> Iterator[Mapping[str, str | None]]:
@@ -252,7 +252,7 @@ class Identity:
 
 
 def _files_of(agent: dict[str, Any]) -> dict[str, Any]:
-    """What the files are that an agent's model and options name, and the file that an agent of the user's is in."""
+    """Digests of the files that an agent's model and options name, and of the file of a custom agent."""
     found: dict[str, Any] = {}
     model = str(agent.get("model_name"))
     for prefix in _FILE_MODELS:
@@ -317,10 +317,10 @@ NOT_ASKED = (
     "provider_retry",
     "skip_credential_checks",
 )
-"""What may differ between two commands that ask for the same job."""
+"""Settings that may differ between two commands that ask for the same job."""
 
 _OUTSIDE_TRIALS = (*NOT_ASKED, "agents", "datasets", "tasks", "metrics", "n_attempts", "keep_state", "strict")
-"""What does not change the result of a single trial, or is in its identity already."""
+"""Settings that do not change the result of a single trial, or are in its identity already."""
 
 
 Warn = Callable[[str], None]

@@ -3,6 +3,7 @@ reports what has come of it."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
+from pier.figures import Summary, Totals
 from pier.home import pier_home
 from pier.job.ledger import Outcome, now
 from pier.job.plan import PlannedTrial
-from pier.job.results import Summary, Totals
 from pier.job.view import JobView
 from pier.redact import Redactor
 from pier.sizes import columns, size_text
@@ -26,6 +27,7 @@ from pier.trial.record import printable
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+_log = logging.getLogger(__name__)
 _ROWS = 12
 """How many running trials the live view names."""
 
@@ -57,6 +59,7 @@ class Progress:
 
     def phase(self, name: str, phase: str) -> None:
         """A trial came to a new phase."""
+        _log.debug("%s: %s", name, phase)
         if name in self.running:
             self.running[name] = (phase, self.running[name][1])
             self.details.pop(name, None)
@@ -270,7 +273,7 @@ def print_report(
     click.echo(f"files: {view.directory}")
     _print_store()
     if stopped:
-        click.secho(f"stopped: {stopped}; allow more with --job-max-*", fg="red")
+        click.secho(f"stopped: {stopped}; raise the limit with --job-max-*", fg="red")
     if command := next_command(view, interrupted=interrupted):
         click.echo(f"next:  {command}")
 
@@ -279,8 +282,7 @@ def _print_store() -> None:
     """Print the size of the image store if it is over its budget."""
     if not (pier_home() / "images").is_dir():
         return
-    from pier.image.collect import default_budget, layers_size
-    from pier.image.store import ImageStore
+    from pier.image.store import ImageStore, default_budget, layers_size
 
     store = ImageStore()
     size, budget = layers_size(store), default_budget(store)

@@ -14,11 +14,11 @@ from typing import Any
 import click
 
 from pier.errors import JobError, UsageError
+from pier.figures import Interval, compare, describe
 from pier.job.directory import result_of
 from pier.job.ledger import current_owner
 from pier.job.plan import NOT_ASKED
 from pier.job.progress import describe_outcome, first_line, means, print_columns, print_report
-from pier.job.results import Interval, compare, describe
 from pier.job.view import LOG, RESULT, TRIAL_LOG, JobView, ResultGroup, TrialRow, has_finished, rewards_by_task
 from pier.tree import Tree, TreeError
 from pier.trial.record import printable
@@ -123,7 +123,9 @@ def print_log(view: JobView, trial: str | None, *, follow: bool, as_json: bool) 
             ended = over  # a trial that is retried has a result for a moment
             time.sleep(_POLL)
         if not reader.found:
-            raise JobError(f"{view.directory / path}: not there", hint=f"pier job show {view.directory}", code="no-log")
+            raise JobError(
+                f"{view.directory / path}: no such file", hint=f"pier job show {view.directory}", code="no-log"
+            )
 
 
 def _has_ended(view: JobView, tree: Tree, trial: str | None) -> bool:

@@ -54,7 +54,7 @@ SetAside = Callable[[PlannedTrial, int], str | None]
 
 
 class Watcher(Protocol):
-    """Is notified of what happens."""
+    """Receives the events of a schedule."""
 
     def started(self, trial: PlannedTrial, number: int) -> None: ...
 
@@ -353,7 +353,7 @@ async def _run_try(
 
 @asynccontextmanager
 async def _services(job: OpenJob, env: Mapping[str, str], pool: JobMeter | None) -> AsyncIterator[TrialServices]:
-    """What all trials share: opened before the first, closed after the last."""
+    """The services that all trials share: opened before the first, closed after the last."""
     check_models(job.config, env)
     environment, label, builds = job.config.environment, f"job {job.directory.name}", job.config.n_concurrent_builds
     async with AsyncExitStack() as stack:
@@ -396,7 +396,7 @@ def check_models(config: JobConfig, env: Mapping[str, str]) -> None:
         login = found.target.provider.login if isinstance(found, ByProvider) else None
         if login and find_agent(agent.label).name != login.client:
             raise UsageError(
-                f"cannot run {agent.name} with the login of {login.title}: it serves {login.title} alone",
+                f"cannot run {agent.name} with the login of {login.title}: it is valid for {login.title} only",
                 hint=f"export {login.key_name}=..., or choose -a {login.client}",
                 code="login-client",
             )

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 AGENT = "pier.job.specs:KeptState"
 REVIEW = "pier.review.order:as_review"
-"""What a review adds to the spec of its trial: the reviewed trial as a mount, and the check of the output."""
+"""Adds to the spec of a trial of a review: the reviewed trial as a mount, and the check of the output."""
 
 
 class KeptState(Agent):
@@ -126,7 +126,7 @@ class Specs:
         self.redactor = Redactor(self._secrets)
 
     def spec(self, trial: PlannedTrial, directory: Path) -> TrialSpec:
-        """What to run for `trial`, in `directory`. A task that changed since it was planned is a `TaskError`."""
+        """The spec of `trial`, in `directory`. A task that changed since it was planned is a `TaskError`."""
         task, agent = self._task(trial.task), self._agents[trial.agent]
         if self._config.regrade_of is not None:
             states = _states(Path(self._config.regrade_of, trial.name), task)
@@ -237,7 +237,7 @@ def _check_agent(choice: AgentChoice, *, job_budget: bool) -> Agent:
         )
     if choice.direct and (choice.budget or job_budget):
         raise UsageError(
-            f"the agent {choice.name} calls its provider itself, so no budget of its model can be held",
+            f"cannot enforce a budget: the agent {choice.name} calls its provider directly",
             hint="leave out --direct, or the limits",
             code="direct-budget",
         )
@@ -255,7 +255,7 @@ def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
     options = getattr(backend, "options", ())
     for name in ("cpu_enforcement_policy", "memory_enforcement_policy"):
         if getattr(environment, name) not in ("auto", "limit"):
-            raise UsageError(f"environment.{name}: pier knows only auto and limit, which are the same", code="not-done")
+            raise UsageError(f"environment.{name}: expected auto or limit", code="not-done")
     if unknown := [name for name in environment.kwargs if name not in options]:
         known = f"it takes {', '.join(options)}" if options else "it takes none"
         raise UsageError(
@@ -285,7 +285,7 @@ def _bytes(megabytes: int | None) -> int | None:
 
 
 def _hidden(config: JobConfig, plan: Plan) -> tuple[Path, ...]:
-    """What no agent may see of this machine: the results of all jobs, and all tasks. Those of a dataset are hidden with
+    """Paths that are hidden from agents: the results of all jobs, and all tasks. Those of a dataset are hidden with
     its directory, unless something is mounted, which may lie in it."""
     datasets = [Path(each.path).resolve() for each in config.datasets if each.path]
     tasks = [Path(task.path) for task in plan.tasks]
@@ -306,7 +306,7 @@ def _mounts(environment: EnvironmentConfig) -> tuple[Mount, ...]:
             continue
         source = Path(str(row.get("source", ""))).expanduser()
         if not source.is_absolute() or not source.exists():
-            raise UsageError(f"{where}: the source {str(source)!r} is not an absolute path that exists")
+            raise UsageError(f"{where}: the source {str(source)!r} must be an absolute path that exists")
         found.append(Mount(row["target"], source, read_only=bool(row.get("read_only", False))))
     return tuple(found)
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pier.errors import JobError, UsageError
+from pier.figures import Summary, Totals, main_reward, summarise
 from pier.files import is_plain_name
 from pier.job.ledger import JOURNAL, OWNER, Ledger, Outcome, Owner, current_owner, not_a_job, outcome_of
 from pier.job.plan import KEY
-from pier.job.results import Summary, Totals, main_reward, summarise
-from pier.tree import Tree, TreeError
+from pier.tree import Tree
 from pier.trial.result import ExceptionInfo, TimingInfo, TrialResult, read_result
 
 CONFIG, LOCK, RESULT, LOG = "config.json", "lock.json", "result.json", "job.log"
@@ -89,14 +89,15 @@ class JobView:
     finished_at: str | None = None
     n_retries: int = 0
     problems: tuple[str, ...] = ()
-    """What could not be read."""
+    """Files and lines that could not be read."""
     n_planned: int = 0
     """How many trials the journal, or another program's result or lock, says are planned."""
     _ledger: Ledger | None = field(default=None, repr=False)
 
     @classmethod
-    def open(cls, path: Path) -> JobView:
+    def open(cls, path: str | Path) -> JobView:
         """The job in a directory. `JobError` with code `not-a-job` if it is the directory of something else."""
+        path = Path(path)
         try:
             if not path.is_dir():
                 raise not_a_job(path)
@@ -151,7 +152,7 @@ class JobView:
     def config(self) -> dict[str, Any] | None:
         """The job's `config.json`; None if it is missing or broken."""
         with Tree(self.directory.resolve()) as tree:
-            return _json(tree, CONFIG)
+            return tree.read_object(CONFIG, _LIMIT)
 
     @cached_property
     def trials(self) -> tuple[TrialRow, ...]:
@@ -213,9 +214,10 @@ class TrialView:
     problem: str | None = None
 
     @classmethod
-    def open(cls, path: Path, row: TrialRow | None = None) -> TrialView:
+    def open(cls, path: str | Path, row: TrialRow | None = None) -> TrialView:
         """The trial in a directory; `row` is its row in the job, if that was read. `JobError` with code `no_trial` or
         `unfinished` if it is the directory of something else, or of nothing."""
+        path = Path(path)
         try:
             result = read_result(path)
         except JobError as error:
@@ -260,8 +262,7 @@ class TrialView:
         if not self.directory.is_dir():
             return TrialFiles()
         with Tree(self.directory.resolve()) as tree:
-            steps = [entry.path for entry in tree.listed("steps") if entry.kind == "directory"]
-            parts = ["", *(f"{step}/" for step in steps)]
+            parts = step_places(tree)
 
             def existing(name: str, kind: str = "file") -> tuple[Path, ...]:
                 found = (tree.find(f"{part}{name}") for part in parts)
@@ -282,9 +283,14 @@ class TrialView:
             )
 
 
+def step_places(tree: Tree) -> list[str]:
+    """The prefixes of a trial's files: an empty one, and the directory of each step of its task."""
+    return ["", *(f"{entry.path}/" for entry in tree.listed("steps") if entry.kind == "directory")]
+
+
 def has_finished(tree: Tree) -> bool:
     """Whether the `result.json` in a job's directory says that the job has finished."""
-    return bool((_json(tree, RESULT) or {}).get("finished_at"))
+    return bool((tree.read_object(RESULT, _LIMIT) or {}).get("finished_at"))
 
 
 def list_jobs(jobs_dir: Path) -> list[JobView]:
@@ -314,7 +320,7 @@ def rewards_by_task(rows: Iterable[TrialRow]) -> dict[str, list[float]]:
 
 
 def agent_labels(agents: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None]]:
-    """What each agent and its model are called, no two alike. A model goes without its provider, as in Harbor, where
+    """The labels of each agent and its model, no two alike. A model goes without its provider, as in Harbor, where
     that is enough; agents that are otherwise the same show the options in which they differ, or are numbered."""
     names = [str(agent.get("name") or agent.get("import_path")) for agent in agents]
     models: list[str | None] = [agent.get("model_name") for agent in agents]
@@ -423,7 +429,7 @@ def _without_result(path: Path, row: TrialRow | None, error: JobError) -> TrialV
     config: dict[str, Any] = {}
     if path.is_dir():
         with Tree(path.resolve()) as tree:
-            config = _json(tree, CONFIG) or {}
+            config = tree.read_object(CONFIG, _LIMIT) or {}
     task, agent = (value if isinstance(value := config.get(key), dict) else {} for key in ("task", "agent"))
     state: TrialState = "broken" if error.code == "broken_result" else "unfinished"
     if row is not None:
@@ -455,7 +461,7 @@ def _without_journal(path: Path, tree: Tree, owner: Owner | None) -> JobView:
     names = {entry.path for entry in tree.listed() if entry.kind != "file" or entry.size} - {OWNER, KEY}
     if owner or not names:
         return JobView(path, "running" if owner else "empty", owner)
-    files = {name: _json(tree, name) for name in (RESULT, LOCK, CONFIG) if name in names}
+    files = {name: tree.read_object(name, _LIMIT) for name in (RESULT, LOCK, CONFIG) if name in names}
     result, lock, config = (files.get(name) or {} for name in (RESULT, LOCK, CONFIG))
     if TRIAL_LOG in names or "trial_name" in result or "trial_name" in config:
         raise not_a_job(path)
@@ -480,12 +486,3 @@ def _without_journal(path: Path, tree: Tree, owner: Owner | None) -> JobView:
 
 def _looks_like_trial(path: Path) -> bool:
     return any((path / name).is_file() for name in (RESULT, CONFIG, TRIAL_LOG))
-
-
-def _json(tree: Tree, name: str) -> dict[str, Any] | None:
-    """A JSON object in a file; None if the file is missing, is not a regular one, or holds something else."""
-    try:
-        value = json.loads(tree.read(name, _LIMIT))
-    except (OSError, TreeError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

@@ -2,7 +2,12 @@
 
 A second network namespace, the gateway's, hangs on the sandbox's own by a pair of linked interfaces. It has no way on:
 its listening sockets are handed to pier, which serves them from outside, and when pier closes them the namespace is
-gone. A sandbox with the policy `none` has no such pair at all, only what `last_resort` makes.
+gone.
+
+A sandbox with the policy `none` has no such pair, only the loopback device. Each address that is not its own has a
+route of last resort to that device, where packet rules refuse what arrives and hand its beginning to a socket. So an
+attempt leads nowhere, is refused at once, and is known with its destination. A link that another policy adds has routes
+that come first.
 
 The services of one trial share private networks: a third namespace, the hub, holds one bridge for each network and no
 process, with a pair of linked interfaces into each service. All trials use the same addresses, since no hub reaches
@@ -22,7 +27,19 @@ import struct
 import time
 from collections.abc import Sequence
 
-from pier.network.netlink import LOCAL, LOCAL_TABLE, Netlink, cut_datagrams, divert, link_index
+from pier.network.netlink import (
+    LOCAL,
+    LOCAL_TABLE,
+    NETFILTER,
+    Netlink,
+    attribute,
+    commit,
+    cut_datagrams,
+    divert,
+    link_index,
+    message,
+    refusing,
+)
 
 LINK = "eth0"
 PRIVATE_LINK = "lan"
@@ -337,3 +354,79 @@ def _bridge(network: int) -> str:
 
 def _port(network: int, host: int) -> str:
     return f"port{network}.{host}"
+
+
+_GROUP = 7
+_HEAD = 600
+"""How many bytes of a packet are logged: enough for a lookup's whole question."""
+_LAST = 0xFFFFFFFF
+"""The metric of a route that is taken when there is no other."""
+_LACKING = (
+    errno.EPROTONOSUPPORT, errno.EOPNOTSUPP, errno.EAFNOSUPPORT, errno.ENOENT, errno.EINVAL, errno.ENOSYS,
+    errno.EPERM, errno.EACCES,
+)  # fmt: skip
+"""How a kernel says that it has no packet log, or that not everybody may use it."""
+
+_LISTEN = message(
+    4 << 8 | 1,
+    0x4,
+    1,
+    struct.pack(">BBH", socket.AF_UNSPEC, 0, _GROUP)
+    + attribute(1, b"\1")
+    + attribute(2, struct.pack(">IBx", _HEAD, 2))
+    + attribute(5, struct.pack(">I", 1))
+    + attribute(6, struct.pack(">H", 1)),
+)
+"""Binds a socket to the packet log: with packets, each at once, with a number."""
+_RULES = refusing(_GROUP, GATEWAY)
+
+
+def begin_without_network() -> tuple[dict[str, str], list[socket.socket]]:
+    """Run by a sandbox's init in its network namespace, before anything else runs there: `listen_for_refused`; prove
+    that there is no way out. Answers the proof and the sockets."""
+    sockets = listen_for_refused()
+    proof = probe("none") | {"attempts": "listed" if sockets else "not listed"}
+    for sock in sockets[:1]:
+        while receive_refused(sock) is not None:
+            pass
+    return proof, sockets
+
+
+def listen_for_refused() -> list[socket.socket]:
+    """Run by a sandbox's init in its network namespace: a socket that tells of refused packets, and one that sends
+    answers to lookups. Nothing where the kernel cannot tell: what has no route is then refused in silence."""
+    try:
+        netlink = Netlink(NETFILTER)
+        try:
+            netlink.socket.send(_LISTEN)
+            netlink.wait({1}, "cannot listen to refused packets (nfnetlink_log)")
+            commit(_RULES, netlink)
+            _add_routes_of_last_resort()
+            answers = socket.socket(socket.AF_INET, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.IPPROTO_RAW)
+        except OSError:
+            netlink.socket.close()
+            raise
+    except OSError as error:
+        if error.errno in _LACKING:
+            return []
+        raise
+    netlink.socket.setblocking(False)
+    return [netlink.socket, answers]
+
+
+def _add_routes_of_last_resort() -> None:
+    with Netlink() as netlink:
+        netlink.add_last_resort("127.0.0.1", _LAST)
+        try:
+            netlink.add_last_resort("::1", _LAST)
+        except OSError as error:
+            if error.errno not in NO_SIX:
+                raise
+
+
+def receive_refused(sock: socket.socket) -> bytes | None:
+    """The next logged packets, empty if some were lost; None if there are no more."""
+    try:
+        return sock.recv(1 << 16, socket.MSG_DONTWAIT)
+    except OSError as error:
+        return b"" if error.errno == errno.ENOBUFS else None

@@ -290,6 +290,9 @@ _VERSION = re.compile(rb"HTTP/\d", re.IGNORECASE)
 _BLANK = re.compile(rb"[\x00-\x20\x7f-\xff]+")
 _LIKE_HTTP = re.compile(rb"HTTP/\d|\nhost ?:|[ \n]https?://", re.IGNORECASE)
 _OLD_HELLO = re.compile(rb"[\x80-\xff].\x01[\x00\x03]", re.DOTALL)
+_RECORD = re.compile(rb"[\x14-\x18]\x03")
+_HELLO = re.compile(rb"\x16\x03[\x00-\x04]..\x01", re.DOTALL)
+_HELLO_SIZE = 6
 _MEMORY = 64
 _FIRST_LINE = 8192
 """Text whose kind only its whole line tells is held up to this length."""
@@ -405,16 +408,21 @@ class _FirstAnswer:
 
 class _Other:
     """A protocol that is neither TLS nor HTTP, until its server has answered. What servers skip or take for white space
-    counts as such, however long it is."""
+    counts as such, however long it is. Some servers also skip what comes before a TLS hello, such as an alert."""
 
     def __init__(self) -> None:
         self._start = b""
         self._seen = b""
+        self._last = b""
 
     def feed(self, data: bytes) -> bytes:
         self._start += data[: 4 - len(self._start)]
         if _OLD_HELLO.match(self._start):
             raise Disagreement("TLS without a server name")
+        raw = self._last + data
+        if _RECORD.match(self._start) or _HELLO.search(raw):
+            raise Disagreement("a TLS hello behind something else")
+        self._last = raw[1 - _HELLO_SIZE :]
         seen = _BLANK.sub(_as_blank, self._seen + data)
         if _LIKE_HTTP.search(seen):
             raise Disagreement("HTTP in a form that not all servers read alike")
@@ -464,8 +472,16 @@ def _name_in_hello(hello: bytes) -> str:
         kind = int.from_bytes(hello[at : at + 2], "big")
         size = int.from_bytes(hello[at + 2 : at + 4], "big")
         if kind == 0:
-            if name or size < 5 or at + 4 + size > len(hello):
+            if name or at + 4 + size > len(hello):
                 raise Disagreement("a malformed TLS server name")
-            name = hello[at + 9 : at + 4 + size].decode("latin-1")
+            name = _only_name(hello[at + 4 : at + 4 + size])
         at += 4 + size
     return name
+
+
+def _only_name(names: bytes) -> str:
+    """The host in the list of server names of a hello. Servers skip entries of other kinds than host names."""
+    size = len(names) - 5
+    if size < 1 or names[:5] != (size + 3).to_bytes(2, "big") + b"\0" + size.to_bytes(2, "big"):
+        raise Disagreement("a malformed TLS server name")
+    return names[5:].decode("latin-1")

@@ -42,7 +42,7 @@ class Event:
 
 @dataclass(slots=True)
 class RecordedAnswer:
-    """What came back: from an upstream, or to the agent. A body that was not streamed is one chunk."""
+    """An answer: of an upstream, or to the agent. A body that was not streamed is one chunk."""
 
     at: float
     status: int
@@ -72,6 +72,8 @@ class RecordedAttempt:
     dialect: str
     url: str
     model: str | None = None
+    dropped: tuple[str, ...] = ()
+    """The names of the agent's headers that were not sent there."""
     answer: RecordedAnswer | None = None
     error: str | None = None
     wait: float | None = None
@@ -102,7 +104,7 @@ class Call:
     notes: list[Mapping[str, Any]] = field(default_factory=list)
     delivered: RecordedAnswer | None = None
     added: list[Chunk] = field(default_factory=list)
-    """What the gateway itself sent after an upstream's answer broke off."""
+    """Bytes that the gateway itself sent after an upstream's answer broke off."""
     outcome: str = "interrupted"
     error: str | None = None
     status: int | None = None
@@ -127,7 +129,7 @@ class Call:
 
     @property
     def answer(self) -> RecordedAnswer | None:
-        """What the agent received, in its own dialect."""
+        """The answer that the agent received, in the agent's dialect."""
         found = self.delivered or (self.attempts[-1].answer if self.attempts else None)
         if found and self.added:
             return replace(found, chunks=[*found.chunks, *self.added])
@@ -218,7 +220,8 @@ class Reader:
             case "attempt":
                 pieces = call.pieces if value["body"] is None else self._pieces(value["body"])
                 facts = (value.get(name, "") for name in ("provider", "dialect", "url"))
-                call.attempts.append(RecordedAttempt(at, pieces, *facts, model=value.get("model")))
+                dropped = tuple(value.get("dropped", ()))
+                call.attempts.append(RecordedAttempt(at, pieces, *facts, model=value.get("model"), dropped=dropped))
             case "failed" if call.attempts:
                 last = call.attempts[-1]
                 last.error, last.wait, last.fault = value["error"], value["wait"], value.get("fault")

@@ -19,7 +19,6 @@ _SHORTEST_SECRET = 16
 """Shorter keys are stand-ins such as `EMPTY`, which may well be words of an answer."""
 _USER_INFO = re.compile(r"(?<=://)[^/?#@\s]*:[^/?#\s]*@")
 _PARAMETER = re.compile(r"([?&]([^=&]+)=)[^&]*")
-_KEY_IN_QUERY = re.compile(r"([?&](?:key|api[_-]?key|access_token)=)[^&]*", re.IGNORECASE)
 
 
 def redacted(headers: Mapping[str, str]) -> dict[str, str]:
@@ -36,11 +35,6 @@ def redacted_path(path: str) -> str:
         return found[1] + REDACTED if looks_secret(found[2]) else found[0]
 
     return _PARAMETER.sub(clean, _USER_INFO.sub(f"{REDACTED}@", path))
-
-
-def without_key(query: str) -> str:
-    """A query as it came, but for credentials in it."""
-    return "&".join(part for part in query.split("&") if not _KEY_IN_QUERY.match(f"?{part}"))
 
 
 @lru_cache(512)
@@ -71,7 +65,7 @@ class Scrubber:
         return data[: len(data) - held] if held else data
 
     def rest(self) -> bytes:
-        """What was held back, at the end of a stream."""
+        """The bytes that were held back, at the end of a stream."""
         held, self._held = self._held, b""
         return held
 

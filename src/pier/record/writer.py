@@ -15,7 +15,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from array import array as Numbers
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -41,7 +43,7 @@ class Flusher:
     def __init__(self) -> None:
         self._written: set[Recorder] = set()
         self._task: asyncio.Task[None] | None = None
-        self._hurry = asyncio.Event()
+        self._flush_now = asyncio.Event()
 
     def sync_soon(self, recorder: Recorder) -> None:
         self._written.add(recorder)
@@ -50,16 +52,16 @@ class Flusher:
 
     async def close(self) -> None:
         """All is on disk."""
-        self._hurry.set()
+        self._flush_now.set()
         while self._task:
             await asyncio.wait({self._task})
-        self._hurry.clear()
+        self._flush_now.clear()
 
     async def _sync(self) -> None:
         try:
             while self._written:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._hurry.wait(), SYNC)
+                    await asyncio.wait_for(self._flush_now.wait(), SYNC)
                 written, self._written = self._written, set()
                 await asyncio.to_thread(_sync_all, written)
                 for each in written - self._written:
@@ -82,10 +84,12 @@ Side = Literal["upstream", "delivered", "added"]
 """From the model's side; to the agent, where that differs; to the agent, after what the model's side gave."""
 Outcome = Literal["ok", "error", "cancelled", "refused"]
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False)
 _COUNTS = tuple(Usage.__dataclass_fields__)
 _REMEMBERED = 16
 """How many arrays are known to be in the file without comparing each element."""
+_MOST_BLOBS, _MOST_LISTS = 100_000, 256
+"""What is sent again after as many others is stored again."""
 _STORE_APART = 256
 """A top-level field of at least this many characters is stored once and referred to."""
 
@@ -107,7 +111,7 @@ class Recorder:
         self._info = info
         self._durable = durable
         self._flusher = flusher if durable == "kill" else None
-        """What puts lines on disk soon; with "power" they are there at the end of each call."""
+        """Syncs lines to disk in the background; with "power" each call does so at its end."""
         self.lost: OSError | None = None
         """Why the first lines were lost that could not be written, if any were."""
         self.written = 0
@@ -122,14 +126,17 @@ class Recorder:
 
     def _start_over(self) -> None:
         """Refer to nothing that was written so far: at first, and when a write has failed."""
-        self._blobs: dict[bytes, int] = {}
+        self._blobs: OrderedDict[bytes, int] = OrderedDict()
+        """The latest blobs in the file, by their digests."""
+        self._count = 0
+        """Of all blobs."""
         self._secret: set[int] = set()
-        """The blobs that a secret was removed from."""
+        """The blobs that a secret was removed from; when there are too many, every call counts as one with a secret."""
         self._found = False
         self._lists = 0
-        self._listed: dict[int, tuple[int, list[int]]] = {}
+        self._listed: dict[int, tuple[int, Numbers[int]]] = {}
         """The latest list that begins with a blob, and its blobs."""
-        self._last: dict[tuple[str, str], tuple[ref[Array], list[int]]] = {}
+        self._last: dict[tuple[str, str], tuple[ref[Array], Numbers[int]]] = {}
         """The blobs of arrays in the file, by the array's name and beginning."""
         self._first = _line({"t": "session", "format": FORMAT, "at": _now(), **self._info})
 
@@ -137,10 +144,15 @@ class Recorder:
     def on(self) -> bool:
         return self._journal is not None
 
-    def call(self, facts: Mapping[str, Any], body: Body | bytes) -> CallRecord:
+    def call(
+        self,
+        facts: Mapping[str, Any],
+        body: Body | bytes,
+        make: Callable[[Recorder, int, float], CallRecord] | None = None,
+    ) -> CallRecord:
         """A call begins. `facts` are its dialect, operation, method, path, headers, model and so on."""
         self._calls += 1
-        record = CallRecord(self, self._calls, time.time())
+        record = (make or CallRecord)(self, self._calls, time.time())
         if self._journal:
             lines, pieces, record.secret = self.pieces(body)
             first = {"t": "call", "c": record.number, "at": round(record.at, 5), **facts, "body": pieces}
@@ -199,7 +211,7 @@ class Recorder:
         if isinstance(body, bytes):
             text = body.decode(errors="surrogateescape")
             return [], [text] if body else [], self.redactor.data(body) != body
-        self._found = False
+        self._found = len(self._secret) > _MOST_BLOBS
         lines: list[bytes] = []
         pieces: list[Any] = []
         at = 0
@@ -222,22 +234,27 @@ class Recorder:
         """The number of a list in the file that begins with these elements, and how many they are. Of an array that
         begins as one of an earlier body, only new elements are looked at."""
         begun, count = body.grown.get(name, (array, len(array.spans)))
-        last, blobs = self._last.get((name, begun.text[:64])), list[int]()
+        last, blobs = self._last.get((name, begun.text[:64])), Numbers("I")
         if last and last[0]() in (begun, array):
             blobs = last[1][: count if last[0]() is begun else len(array.spans)]
-        blobs += [self._blob(array.text[a:b], lines) for a, b in array.spans[len(blobs) :]]
+        blobs.extend(self._blob(array.text[a:b], lines) for a, b in array.spans[len(blobs) :])
         self._found = self._found or not self._secret.isdisjoint(blobs)
         self._last[name, array.text[:64]] = ref(array), blobs
         if len(self._last) > _REMEMBERED:
             del self._last[next(iter(self._last))]
-        number, listed = self._listed.get(blobs[0], (0, []))
+        number, listed = self._listed.get(blobs[0], (0, Numbers("I")))
         pairs = enumerate(zip(listed, blobs, strict=False))
         same = next((place for place, (one, other) in pairs if one != other), min(len(listed), len(blobs)))
         if same < len(blobs):
             self._lists += 1
             base, number = number, self._lists
-            lines.append(_line({"t": "list", "n": number, "from": [base, same], "add": blobs[same:]}))
+            lines.append(_line({"t": "list", "n": number, "from": [base, same], "add": blobs[same:].tolist()}))
+            self._listed.pop(blobs[0], None)
             self._listed[blobs[0]] = number, blobs
+            while (
+                len(self._listed) > _MOST_LISTS or sum(len(blobs) for _, blobs in self._listed.values()) > _MOST_BLOBS
+            ):
+                del self._listed[next(iter(self._listed))]
         return number, len(blobs)
 
     def _blob(self, text: str, lines: list[bytes]) -> int:
@@ -245,8 +262,11 @@ class Recorder:
         digest = sha256(data).digest()
         number = self._blobs.get(digest)
         if number is None:
-            number = self._blobs[digest] = len(self._blobs) + 1
-            if self.redactor and self.redactor.data(data) != data:
+            self._count += 1
+            number = self._blobs[digest] = self._count
+            if self._count > _MOST_BLOBS:
+                self._blobs.popitem(last=False)
+            if self.redactor and len(self._secret) <= _MOST_BLOBS and self.redactor.data(data) != data:
                 self._secret.add(number)
             if b"\n" in data:
                 lines.append(_line({"t": "blob", "n": number, "text": text}))
@@ -258,7 +278,8 @@ class Recorder:
 
 @dataclass(slots=True)
 class CallRecord:
-    """One call of a recording, while it runs. Each method is one line in the file."""
+    """One call of a recording, while it runs. Each method is one line in the file. Lines about an answer that is passed
+    on only when it is whole are written together with the end of the call."""
 
     recorder: Recorder
     number: int
@@ -266,11 +287,15 @@ class CallRecord:
     secret: bool = False
     """Whether a secret was found in the request."""
     fault: Fault | None = field(default=None, init=False)
-    """What holds the call up: the fault of the last attempt, until a later one is answered."""
+    """The reason why the call waits: the fault of the last attempt, until a later one is answered."""
+    _held: list[bytes] = field(default_factory=list, init=False)
+    """Lines that are written with the next one."""
+    _streamed: set[str] = field(default_factory=set, init=False)
+    """Sides whose bytes are passed on as they come."""
     _given: bytes = field(default=b"", init=False)
-    """What the upstream sent last."""
+    """The last bytes from the upstream."""
     _streams: dict[str, StreamRedactor] = field(default_factory=dict, init=False)
-    """What removes secrets from each side's bytes."""
+    """The redactor of each side's bytes."""
     _found: bool = field(default=False, init=False)
     """Whether a secret was found in an answer that is over."""
     _tokens: list[dict[str, Any]] = field(default_factory=list, init=False)
@@ -282,7 +307,7 @@ class CallRecord:
         return self.secret or self._found
 
     def notice(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """What happened to the call, before it is written, also if nothing is recorded. For metrics."""
+        """Called for each event of the call before it is written, also if nothing is recorded. For metrics."""
 
     def edited(self, edits: list[Mapping[str, Any]]) -> None:
         """The gateway changed the request, for the reasons given."""
@@ -317,7 +342,8 @@ class CallRecord:
             self._streams[side] = self._redactor(is_whole=not streamed)
         fields = {"side": side, "status": status, "headers": redacted(headers), "streamed": streamed}
         self.notice("status", fields)
-        self._write("status", fields)
+        (self._streamed.add if streamed else self._streamed.discard)(side)
+        self._write("status", fields, hold=True)
 
     def chunk(self, side: Side, data: bytes) -> None:
         """Bytes of an answer, before they go on."""
@@ -329,14 +355,18 @@ class CallRecord:
                 self._streams[side] = self._redactor()
             self._write_chunk(side, self._streams[side].feed(data))
         elif side == "delivered" and data and data == self._given:
-            self._write("chunk", {"side": side, "same": True})
+            self._write("chunk", {"side": side, "same": True}, hold=self._holds(side))
         else:
             self._given = data if side == "upstream" else self._given
             self._write_chunk(side, data)
 
     def _write_chunk(self, side: str, data: bytes) -> None:
         if data or not self.recorder.redactor:
-            self._write("chunk", {"side": side, "text": data.decode(errors="surrogateescape")})
+            fields = {"side": side, "text": data.decode(errors="surrogateescape")}
+            self._write("chunk", fields, hold=self._holds(side))
+
+    def _holds(self, side: str) -> bool:
+        return side != "added" and side not in self._streamed
 
     def _redactor(self, *, is_whole: bool = False) -> StreamRedactor:
         return StreamRedactor(self.recorder.redactor, drop_tokens=self.secret, is_whole=is_whole)
@@ -371,7 +401,7 @@ class CallRecord:
         if self.recorder.redactor and "tokens" in facts:
             self._tokens.append(facts)
         else:
-            self._write("note", facts)
+            self._write("note", facts, hold=True)
 
     def _end_redaction(self) -> None:
         """Write what was held back. Tokens are kept only of a call without secrets."""
@@ -380,9 +410,12 @@ class CallRecord:
         for facts in [{"redacted": True}] if self.is_redacted else self._tokens:
             self._write("note", facts)
 
-    def _write(self, kind: str, fields: Mapping[str, Any], before: Iterable[bytes] = ()) -> None:
+    def _write(self, kind: str, fields: Mapping[str, Any], before: Iterable[bytes] = (), *, hold: bool = False) -> None:
         if self.recorder.on:
-            self.recorder.write(*before, _line({"t": kind, "c": self.number, "at": _now(), **fields}))
+            self._held.append(_line({"t": kind, "c": self.number, "at": _now(), **fields}))
+            if not hold:
+                lines, self._held = self._held, []
+                self.recorder.write(*before, *lines)
 
 
 def _line(value: Mapping[str, Any]) -> bytes:

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pier.figures import total_cost
 from pier.files import write_json
 from pier.review.order import ReviewPlan
 from pier.review.publish import combined, count_causes, job_text, outcomes_of, publish_analyses, publish_job_analysis
-from pier.review.read import Agreement, agreement, read_analysis, read_job_analysis, total_cost
+from pier.review.read import Agreement, agreement, read_analysis, read_job_analysis
 from pier.review.rubric import ReviewRubric
 from pier.review.run import GOOD_MODEL, SMALL_MODEL, ReviewOptions, ReviewRun, run_review
 from pier.review.source import Source, SourceTrial
@@ -23,7 +24,7 @@ REPORT = "check_report.json"
 
 @dataclass(frozen=True, slots=True)
 class AnalysisRequest:
-    """What to analyze, and how. `keep` writes analyses next to trials and reuses those that are there."""
+    """The trials to analyze, with prompts and rubric. `keep` writes analyses next to trials and reuses them."""
 
     source: Source
     trials: Sequence[SourceTrial]
@@ -122,7 +123,7 @@ def _analyze_job(
 
 
 def _facts(trial: SourceTrial, analysis: Mapping[str, Any]) -> dict[str, Any]:
-    """What the review of a job sees of one trial."""
+    """The facts of one trial for the review of its job."""
     outcome = trial.outcome
     return {
         "trial": trial.name,

@@ -13,10 +13,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pier.errors import JobError
+from pier.job.view import step_places
 from pier.review.source import SourceTrial
-from pier.tree import Tree, TreeError
+from pier.tree import Tree
 from pier.trial.result import AgentResult, Integrity, TrialResult, read_result
 
 PASSED = "passed"
@@ -146,27 +148,17 @@ def failed_tests(trial: SourceTrial) -> list[str]:
     """The tests that the verifier's output says failed: from `ctrf.json`, else from the summary lines of pytest."""
     found: list[str] = []
     with Tree(trial.directory.resolve()) as tree:
-        places = ["", *(f"{entry.path}/" for entry in tree.listed("steps") if entry.kind == "directory")]
-        for place in places:
-            found += _from_report(tree, f"{place}verifier/ctrf.json") or _from_output(
-                tree, f"{place}verifier/test-stdout.txt"
-            )
+        for place in step_places(tree):
+            names = _from_report(tree.read_json(f"{place}verifier/ctrf.json", _OUTPUT_LIMIT))
+            text = "" if names else tree.read_text(f"{place}verifier/test-stdout.txt", _OUTPUT_LIMIT) or ""
+            found += names or [pytest or unittest for pytest, unittest in _FAILED_LINE.findall(text)]
     return list(dict.fromkeys(name[:200] for name in found))
 
 
-def _from_report(tree: Tree, path: str) -> list[str]:
+def _from_report(report: Any) -> list[str]:
     try:
-        tests = json.loads(tree.read(path, _OUTPUT_LIMIT))["results"]["tests"]
-        return [str(test["name"]) for test in tests if test.get("status") in _NOT_PASSED]
-    except (OSError, TreeError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return []
-
-
-def _from_output(tree: Tree, path: str) -> list[str]:
-    try:
-        text = tree.read(path, _OUTPUT_LIMIT).decode(errors="replace")
-        return [pytest or unittest for pytest, unittest in _FAILED_LINE.findall(text)]
-    except (OSError, TreeError):
+        return [str(test["name"]) for test in report["results"]["tests"] if test.get("status") in _NOT_PASSED]
+    except (TypeError, KeyError, AttributeError):
         return []
 
 

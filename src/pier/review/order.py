@@ -73,7 +73,7 @@ Correct this, and write the whole file again.
 
 
 class ReviewOrder(BaseModel):
-    """What one task of a review is about. `trial` and `input` are names below the review's root; `asks` is how often
+    """The subject of one task of a review. `trial` and `input` are names below the review's root; `asks` is how often
     the critic is asked again for output that is not accepted; `digest` is that of the reviewed trial's result."""
 
     model_config = ConfigDict(extra="forbid")
@@ -122,7 +122,7 @@ def root_of(task: Task) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class ReviewPlan:
-    """What is asked in one review. `prompt` is the text with its placeholders; without a rubric the critic answers no
+    """The tasks of one review. `prompt` is the text with its placeholders; without a rubric the critic answers no
     criteria, as with prompts made for datacurve pier."""
 
     kind: Kind
@@ -195,7 +195,7 @@ class ReviewPlan:
                 if path.exists():
                     remove(str(path))
         elif any(map(os.path.lexists, (self.job, self.tasks_dir))) and not was_written_here(self.tasks_dir):
-            raise run_differs(self.run, "was not begun on this machine, or not to its end")
+            raise run_differs(self.run, "was not started on this machine, or not completely")
         self.tasks_dir.mkdir(parents=True, exist_ok=True)
         self._put(self.tasks_dir / "prompt.md", self.prompt)
         if self.rubric is not None:

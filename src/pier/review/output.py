@@ -1,4 +1,4 @@
-"""What a critic has to write, and the check that it did: the JSON fits its schema, and all evidence exists.
+"""The output of a critic, and its check: the JSON fits its schema, and all evidence exists.
 
 A finding cites a step of the trial's trajectory, or a file with a line and perhaps a quote. What is cited is looked up
 in what the critic was shown, on the host: a step that the trajectory lacks, a line past the end of a file or a quote
@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
+from pier.job.view import step_places
 from pier.task.load import describe
 from pier.tree import Tree, TreeError
 
@@ -267,7 +268,7 @@ class _Places:
 def find_trajectories(trial: Path) -> list[str]:
     """The trajectories of a trial: its own, and those of its steps."""
     with Tree(trial.resolve()) as tree:
-        names = [TRAJECTORY, *(f"{entry.path}/{TRAJECTORY}" for entry in tree.listed("steps"))]
+        names = [f"{place}{TRAJECTORY}" for place in step_places(tree)]
         return [name for name in names if (found := tree.find(name)) and found.kind == "file"]
 
 

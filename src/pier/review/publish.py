@@ -15,10 +15,11 @@ from typing import Any
 from uuid import UUID
 
 from pier.beneath import remove
+from pier.figures import total_cost
 from pier.job.view import RESULT
 from pier.review.order import refuse_links, run_differs
 from pier.review.output import TRAJECTORY
-from pier.review.read import ANALYSIS, CRITIQUES, agreement, read_json, total_cost
+from pier.review.read import ANALYSIS, CRITIQUES, READ_LIMIT, agreement
 from pier.review.run import Review, ReviewRun
 from pier.review.source import find_result
 from pier.tree import Tree, TreeError
@@ -56,7 +57,7 @@ def publish_critiques(run: ReviewRun, *, overwrite: bool = False) -> list[str]:
 def refuse_foreign_run(root: Path, run: str) -> None:
     """Refuse to add to a run that another program made."""
     with Tree(root) as tree:
-        config = read_json(tree, f"{CRITIQUES}/{run}/config.json")
+        config = tree.read_object(f"{CRITIQUES}/{run}/config.json", READ_LIMIT)
     if config is not None and "pier" not in config:
         raise run_differs(run, "was made by another program")
 
@@ -105,7 +106,7 @@ def _id(text: str) -> str:
 def _put_critique(tree: Tree, place: str, run: ReviewRun, review: Review, config: dict[str, Any]) -> None:
     """One item: what the critic wrote, as it was checked, and how it came to be."""
     metadata = _metadata(run, review)
-    known = read_json(tree, f"{place}/critique-metadata.json")
+    known = tree.read_object(f"{place}/critique-metadata.json", READ_LIMIT)
     if known is not None and known.get("id") == metadata["id"]:
         return
     if tree.find(place) is not None:
@@ -181,7 +182,7 @@ def _copy_tree(source: Tree, name: str, target: Tree, path: str) -> None:
 
 
 def combined(run: ReviewRun) -> dict[str, dict[str, Any]]:
-    """What was accepted, one answer for each trial or task: several become one."""
+    """The accepted answers, one for each trial or task: several become one."""
     answers: dict[str, list[dict[str, Any]]] = {}
     for review in run.reviews:
         if review.value is not None:

@@ -11,7 +11,6 @@ followed. Runs of datacurve pier read the same. Texts come from models that saw 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,22 +21,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticUseDefault
 
+from pier.figures import mean, total_cost
 from pier.files import is_plain_name
 from pier.review.output import CriterionAnswer, CritiqueFinding
-from pier.tree import Tree, TreeError
+from pier.tree import Tree
 
 CRITIQUES = ".critiques"
 ANALYSIS = "analysis.json"
-_LIMIT = 8 << 20
-
-
-def read_json(tree: Tree, path: str) -> dict[str, Any] | None:
-    """An object in a file; None if there is none."""
-    try:
-        value = json.loads(tree.read(path, _LIMIT))
-    except (OSError, TreeError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+READ_LIMIT = 8 << 20
 
 
 def _fitting(model: type[BaseModel]) -> BeforeValidator:
@@ -83,7 +74,7 @@ class _FromFile(BaseModel):
 
 
 class Critique(_FromFile):
-    """What one critic said about one trial. Further keys of its JSON are in `more`."""
+    """The critique of one trial. Further keys of its JSON are in `more`."""
 
     run: str
     trial: str
@@ -130,12 +121,6 @@ class CritiqueRun(_FromFile):
         return total_cost(critique.cost_usd for critique in self.critiques)
 
 
-def total_cost(costs: Iterable[float | None]) -> float | None:
-    """The sum; unknown if one is."""
-    known = list(costs)
-    return None if None in known else sum(cost or 0.0 for cost in known)
-
-
 def _directories(tree: Tree, below: str) -> list[str]:
     return [entry.path.rpartition("/")[2] for entry in tree.listed(below) if entry.kind == "directory"]
 
@@ -155,12 +140,12 @@ def read_run(root: Path, name: str) -> CritiqueRun | None:
 
 
 def read_critique(root: Path, run: str, trial: str) -> Critique | None:
-    """What one run says about one trial."""
+    """The critique of one trial in one run."""
     return next((critique for critique in critiques_of(root, trial) if critique.run == run), None)
 
 
 def critiques_of(root: Path, trial: str) -> list[Critique]:
-    """What all runs say about one trial, the newest first."""
+    """The critiques of one trial in all runs, the newest first."""
     runs = list_runs(root) if is_plain_name(trial) else []
     if not runs:
         return []
@@ -170,8 +155,8 @@ def critiques_of(root: Path, trial: str) -> list[Critique]:
 
 
 def _run(tree: Tree, root: Path, name: str) -> CritiqueRun:
-    config = read_json(tree, f"{CRITIQUES}/{name}/config.json") or {}
-    result = read_json(tree, f"{CRITIQUES}/{name}/result.json") or {}
+    config = tree.read_object(f"{CRITIQUES}/{name}/config.json", READ_LIMIT) or {}
+    result = tree.read_object(f"{CRITIQUES}/{name}/result.json", READ_LIMIT) or {}
     agent = _table(config, "agent")
     values = {"root": root, "name": name, "agent": agent.get("name") or agent.get("import_path")}
     return CritiqueRun.model_validate({**values, "config": config, "result": result})
@@ -184,8 +169,8 @@ def _table(value: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _critique(tree: Tree, run: CritiqueRun, trial: str) -> Critique:
     place = f"{CRITIQUES}/{run.name}/{trial}"
-    metadata = read_json(tree, f"{place}/critique-metadata.json")
-    value = read_json(tree, f"{place}/artifacts/critique-result.json") or {}
+    metadata = tree.read_object(f"{place}/critique-metadata.json", READ_LIMIT)
+    value = tree.read_object(f"{place}/artifacts/critique-result.json", READ_LIMIT) or {}
     exception, usage = _table(metadata or {}, "exception_info"), _table(metadata or {}, "agent_result")
     tags = value.get("tags")
     named = [value.get("tag"), *(tags if isinstance(tags, list) else [tags])]
@@ -202,17 +187,10 @@ def _critique(tree: Tree, run: CritiqueRun, trial: str) -> Critique:
             "model": run.model,
             "cost_usd": usage.get("cost_usd"),
             "error": exception.get("exception_message"),
-            "markdown": _read_text(tree, f"{place}/artifacts/critique-result.md"),
+            "markdown": tree.read_text(f"{place}/artifacts/critique-result.md", READ_LIMIT),
             "more": value,
         }
     )
-
-
-def _read_text(tree: Tree, path: str) -> str | None:
-    try:
-        return tree.read(path, _LIMIT).decode(errors="replace")
-    except (OSError, TreeError):
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +232,7 @@ class Agreement:
 
 
 Answers = Mapping[str, Mapping[str, str | None]]
-"""What one critic answered about each trial, by the name of the question."""
+"""The answers of one critic about each trial, by the name of the question."""
 
 
 def agreement(critics: Mapping[str, Answers], verdict: str) -> Agreement:
@@ -274,7 +252,7 @@ def agreement(critics: Mapping[str, Answers], verdict: str) -> Agreement:
     return Agreement(
         critics=tuple(critics),
         n_trials=len({trial for trial, _, _ in pairs}),
-        shares={question: sum(row) / len(row) for question, row in same.items() if row},
+        shares={question: share for question, row in same.items() if (share := mean(row)) is not None},
         disputed=tuple(dict.fromkeys(trial for trial, one, other in pairs if one[verdict] != other[verdict])),
     )
 
@@ -347,7 +325,7 @@ def read_job_analysis(root: Path) -> JobAnalysis | None:
 def _analysis(directory: Path, key: str) -> dict[str, Any] | None:
     try:
         with Tree(directory.resolve()) as tree:
-            value = read_json(tree, ANALYSIS)
+            value = tree.read_object(ANALYSIS, READ_LIMIT)
     except OSError:
         return None
     return value if value and isinstance(value.get(key), str) else None

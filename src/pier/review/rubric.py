@@ -42,7 +42,7 @@ class Criterion(BaseModel):
 
 
 class ReviewRubric(BaseModel):
-    """What a critic judges by."""
+    """The criteria of a critic."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.errors import JobError, UsageError
+from pier.figures import total_cost
 from pier.image.model import HOST
 from pier.job.command import Show, run_without_report
 from pier.job.config import AgentConfig, DatasetConfig, JobConfig
@@ -22,7 +23,6 @@ from pier.job.runner import Wanted
 from pier.job.view import JobView, TrialRow
 from pier.review.order import REVIEWS, ReviewOrder, ReviewPlan, read_order, run_differs, was_written_here
 from pier.review.output import OUTPUT_LIMIT, OUTPUTS, Kind
-from pier.review.read import total_cost
 from pier.review.rubric import ReviewRubric
 from pier.review.source import find_result
 from pier.task import load_task
@@ -125,7 +125,7 @@ class Review:
 
 @dataclass(frozen=True, slots=True)
 class ReviewRun:
-    """What a run of reviews gave. `code` is the exit code: 1 if a review is missing, 130 if it was interrupted."""
+    """The result of a run of reviews. `code` is the exit code: 1 if a review is missing, 130 if it was interrupted."""
 
     plan: ReviewPlan
     config: dict[str, Any]
@@ -153,7 +153,7 @@ class ReviewRun:
         return found
 
     def about(self, review: Review) -> dict[str, Any]:
-        """What each result keeps about its making."""
+        """The origin of a result, which is kept with it."""
         agent = self.config["agents"][review.agent]
         return {
             "run": self.plan.run,
@@ -199,7 +199,7 @@ def _reviews(plan: ReviewPlan, view: JobView) -> Iterator[Review]:
 
 
 def _value(directory: Path, order: ReviewOrder, root: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-    """What a critic wrote, as it was taken out of its sandbox, checked again."""
+    """The output of a critic, as it was taken out of its sandbox, checked again."""
     name = f"artifacts/{ARTIFACTS.strip('/')}/{OUTPUTS[order.kind]}"
     try:
         with Tree(directory.resolve()) as tree:

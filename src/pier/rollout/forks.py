@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, cast
 from aiohttp import ClientSession, ClientTimeout
 
 from pier.errors import ProviderError, SandboxError, UsageError
+from pier.figures import mean
 from pier.gateway import Gateway
 from pier.gateway.policy import Policy, Upstream, begin, checked, for_session, version_of
 from pier.gateway.providers import Provider
@@ -52,8 +53,7 @@ class Fork:
 
     @property
     def value(self) -> float | None:
-        rewards = [branch.reward for branch in self.branches if branch.reward is not None]
-        return sum(rewards) / len(rewards) if rewards else None
+        return mean(branch.reward for branch in self.branches if branch.reward is not None)
 
 
 _SETTLED = 10.0

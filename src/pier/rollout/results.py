@@ -8,7 +8,6 @@ errors.
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import time
 from collections import Counter, defaultdict
@@ -21,6 +20,7 @@ from typing import Any
 
 from pier import __version__, files
 from pier.errors import UsageError
+from pier.figures import mean, means, pass_all_k, pass_at_k
 from pier.rollout.export import FORMATS, is_wanted, sink_for
 from pier.rollout.samples import SampleOrigin
 from pier.rollout.state import RolloutTiming, State, error_data, is_fault
@@ -180,18 +180,18 @@ class Results:
 
     def metadata(self) -> dict[str, Any]:
         head, rewards = self.header, [row["reward"] for row in self.outputs if row.get("reward") is not None]
-        at, every = pass_at_k(self.outputs, head.rollouts_per_example, head.pass_threshold)
+        at, every = pass_rates(self.outputs, head.rollouts_per_example, head.pass_threshold)
         return {
             **asdict(head),
             "date": datetime.now().isoformat(),
             "time": time.time() - self.began,
-            "avg_reward": _mean(rewards),
-            "avg_metrics": _means(row.get("metrics") or {} for row in self.outputs),
-            "avg_error": _mean([float(row.get("error") is not None) for row in self.outputs]) or 0.0,
+            "avg_reward": mean(rewards),
+            "avg_metrics": means(row.get("metrics") or {} for row in self.outputs),
+            "avg_error": mean(row.get("error") is not None for row in self.outputs) or 0.0,
             "without_reward": len(self.outputs) - len(rewards),
             "pass_at_k": at,
             "pass_all_k": every,
-            "usage": _means(row.get("token_usage") or {} for row in self.outputs) or None,
+            "usage": means(row.get("token_usage") or {} for row in self.outputs) or None,
             "version_info": {"pier_version": __version__},
             "path_to_save": self.path,
             "tools": None,
@@ -210,20 +210,7 @@ def _read_metadata(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _means(tables: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    found: dict[str, list[float]] = defaultdict(list)
-    for table in tables:
-        for name, value in table.items():
-            if isinstance(value, int | float):
-                found[name].append(value)
-    return {name: sum(values) / len(values) for name, values in found.items()}
-
-
-def pass_at_k(outputs: list[Output], wanted: int, threshold: float) -> tuple[dict[str, float], dict[str, float]]:
+def pass_rates(outputs: list[Output], wanted: int, threshold: float) -> tuple[dict[str, float], dict[str, float]]:
     """For k = 1, 2, 4, ...: how likely one of k rollouts passes, and how likely all do, without bias, as means over the
     examples whose rollouts all have a reward."""
     groups: dict[Any, list[float | None]] = defaultdict(list)
@@ -234,13 +221,12 @@ def pass_at_k(outputs: list[Output], wanted: int, threshold: float) -> tuple[dic
     if wanted < 2 or not whole:
         return {}, {}
     passed = [sum(reward >= threshold for reward in group) for group in whole]
-    at, every = {}, {}
-    for k in (1 << power for power in range(wanted.bit_length())):
-        if k <= wanted:
-            ways = math.comb(wanted, k)
-            at[str(k)] = sum(1 - math.comb(wanted - c, k) / ways for c in passed) / len(whole)
-            every[str(k)] = sum(math.comb(c, k) / ways for c in passed) / len(whole)
-    return at, every
+    powers = [1 << power for power in range(wanted.bit_length())]
+
+    def rates(estimate: Callable[[int, int, int], float]) -> dict[str, float]:
+        return {str(k): mean(estimate(wanted, good, k) for good in passed) or 0.0 for k in powers}
+
+    return rates(pass_at_k), rates(pass_all_k)
 
 
 @contextmanager

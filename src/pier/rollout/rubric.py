@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, get_origin
 
 from pier.errors import UsageError, VerifierError
+from pier.figures import mean
 from pier.rollout.state import State, is_fault
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -135,10 +136,10 @@ class Rubric:
     async def score_group(self, states: list[State]) -> None:
         """Set `reward`, `metrics` and `advantage` (the reward less the group's mean) of rollouts of one example."""
         await self._score(states)
-        rewards = [state["reward"] for state in states if state.get("reward") is not None]
+        average = mean(state["reward"] for state in states if state.get("reward") is not None)
         for state in states:
             reward = state.get("reward")
-            state["advantage"] = None if reward is None else reward - sum(rewards) / len(rewards)
+            state["advantage"] = None if reward is None or average is None else reward - average
             for step in state.get("trajectory") or ():
                 for name in ("reward", "advantage"):
                     step[name] = state[name] if step[name] is None else step[name]

@@ -21,7 +21,7 @@ from pier.errors import SandboxError
 from pier.image.model import Image, OnProgress
 from pier.lease import Held, Lease
 from pier.network.policy import NetworkMode, NetworkPolicy, OnDecision
-from pier.sandbox.compose.model import MAIN, Composition
+from pier.sandbox.compose import MAIN, Composition
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """One sandbox from start to end: finds or builds its image, opens a backend and starts it.
 
-`pier.sandbox(...)` is `open_sandbox`, and `pier sandbox run` uses the same.
+`pier.sandbox(...)` is `open_sandbox`, and `pier sandbox run` uses the same. `open_runner` runs the RUN steps of
+Dockerfiles in sandboxes: what a step wrote becomes the layer of its instruction.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from pier.image.model import HOST, Image, OnProgress, host_image, parse
 from pier.lease import Lease, sweep
 from pier.network.policy import PUBLIC, NetworkMode, NetworkPolicy
 from pier.sandbox import open_backend
-from pier.sandbox.contract import Backend, Limits, Mount, Sandbox, SandboxSpec
+from pier.sandbox.contract import Backend, Limits, Mount, Sandbox, SandboxSpec, Stream
 from pier.sandbox.host import refuse_hidden
 
 if TYPE_CHECKING:
+    from pier.image.build import BuildStep, OnOutput
     from pier.image.store import ImageStore
 
 
@@ -123,7 +125,6 @@ async def find_image(image: str | Path, backend: Backend, on_progress: OnProgres
     if not isinstance(image, Path):
         return await resolve_image(image, backend, ImageStore(), on_progress)
     from pier.image.build import build_image
-    from pier.sandbox.building import open_runner
 
     async with open_runner() as runner:
         return await build_image(ImageStore(), image, runner=runner, network=PUBLIC, on_progress=on_progress)
@@ -167,3 +168,70 @@ async def resolve_image(
             # The backend reached the registry and pier may not: what the backend was answered counts.
             message, error = f"{refused.message}\n  - registry: {error.message}", refused
         raise ImageError(message, code=error.code, blame=error.blame, retryable=error.retryable, hint=hint) from error
+
+
+class SandboxRunner:
+    """A `StepRunner` on a backend that can snapshot."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    async def run(self, step: BuildStep, layer: Path, on_output: OnOutput) -> int:
+        """See `pier.image.build.StepRunner`."""
+        from pier.image import owner
+
+        spec = SandboxSpec(
+            image=step.image,
+            network=step.network,
+            limits=await self.backend.share(),
+            mounts=tuple(Mount(each.target, each.source, each.read_only, each.size) for each in step.mounts),
+            name="build",
+        )
+
+        def pass_on(_: Stream, data: bytes) -> None:
+            on_output(data)
+
+        async with await self.backend.start(spec) as sandbox:
+            result = await sandbox.exec(
+                list(step.command),
+                cwd=step.workdir,
+                env=dict(step.env),
+                user=step.user or None,
+                on_output=pass_on,
+            )
+            if result.exit_code != 0:
+                return result.exit_code
+            snapshot = await sandbox.snapshot()
+        try:
+            if len(snapshot.layers) <= len(step.image.layers):
+                raise SandboxError("the snapshot of a build step has no new layer", retryable=False)
+            await owner.run(
+                "adopt_layer",
+                source=str(snapshot.layers[-1]),
+                target=str(layer),
+                below=(["/"] if step.image.is_host else []) + [str(each) for each in step.image.layers],
+                stubs=[each.target for each in step.mounts],
+            )
+        finally:
+            await self.backend.remove_snapshot(snapshot)
+        return 0
+
+
+async def can_run(backend: Backend) -> bool:
+    """Whether sandboxes can be had here at all; what else may be wrong is for the build to report."""
+    from pier.sandbox.linux.zygotes import NO_SANDBOXES
+    from pier.sandbox.local.backend import NO_PLACE
+
+    try:
+        async with await backend.start(SandboxSpec(host_image(), name="build")):
+            return True
+    except SandboxError as error:
+        return error.code not in (NO_SANDBOXES, NO_PLACE)
+
+
+@asynccontextmanager
+async def open_runner(backend: str = "local") -> AsyncIterator[SandboxRunner]:
+    """A runner on a backend of its own, for one build."""
+    with Lease(label="build") as lease:
+        async with open_backend(backend, lease) as opened:
+            yield SandboxRunner(opened)

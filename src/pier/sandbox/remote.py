@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pier.errors import ArgumentError, PierError, SandboxError, UsageError
+from pier.errors import ArgumentError, PierError, UsageError
 from pier.files import write_json
 from pier.frames import (
     ERROR,
@@ -24,10 +24,12 @@ from pier.frames import (
     LARGEST,
     REQUEST,
     RESIZE,
+    SIGNAL,
     STDERR,
     STDIN,
     STDIN_END,
     STDOUT,
+    TAKEN,
     dial,
     listen,
     pack,
@@ -114,7 +116,9 @@ async def _answer(
         on_output=hand_on,
     )
     async with process:
-        feeding = asyncio.create_task(_feed(process, reader))
+        if size := request.get("size"):
+            await process.resize(*size)
+        feeding = asyncio.create_task(_feed(process, reader, writer))
         try:
             result = await process.wait()
         finally:
@@ -132,12 +136,15 @@ def _parsed(payload: bytes) -> dict[str, Any]:
     return request
 
 
-async def _feed(process: Process, reader: asyncio.StreamReader) -> None:
+async def _feed(process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Pass on what the other side says; when it is gone, so is the command."""
     while (frame := await receive(reader)) is not None:
         kind, payload = frame
         if kind == STDIN:
             await process.write(payload)
+            await send(writer, TAKEN)
+        elif kind == SIGNAL and payload:
+            await process.signal(payload[0])
         elif kind == STDIN_END:
             await process.close_stdin()
         elif kind == RESIZE and len(payload) == 4:
@@ -166,11 +173,3 @@ def find_running(wanted: str) -> Running:
         return found[0]
     problem = "is not unique" if found else "does not run"
     raise UsageError(f"the sandbox {wanted!r} {problem}", hint="pier sandbox list", code="no_such_sandbox")
-
-
-async def connect(running: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open a connection to a sandbox that another process serves."""
-    try:
-        return await asyncio.open_unix_connection(sock=dial(str(running.directory)))
-    except OSError as error:
-        raise SandboxError(f"the sandbox {running.id} is gone", code="sandbox_gone") from error

@@ -13,7 +13,7 @@ from pier import files
 from pier.errors import ImageError, TaskError
 from pier.image.copying import matches, read_ignore
 from pier.image.dockerfile import Dockerfile, Instruction, read, split
-from pier.image.view import View
+from pier.image.layer_directories import View
 from pier.task.load import Task, TaskStep, load_task, read_config
 from pier.task.model import TaskConfig, wanted_variables
 
@@ -174,7 +174,7 @@ def _lint_tests(step: TaskStep, home: Path) -> Iterator[Problem]:
             "error", "reward-path", where, f"writes {name}; expected reward.txt or reward.json in /logs/verifier"
         )
     elif content and not _REWARD.search(content):
-        yield Problem("warning", "no-reward", where, "no file of the tests mentions reward.txt or reward.json")
+        yield Problem("warning", "no-reward", where, "no test file mentions reward.txt or reward.json")
     sources = {artifact.source for artifact in step.artifacts}
     if step.verifier_mode == "separate" and not sources and not step.collect:
         message = "the verifier is separate and no artifacts are named, so it sees only /logs/artifacts"

@@ -96,7 +96,7 @@ class TaskStep:
 
 @dataclass(frozen=True, slots=True)
 class VerifierEnvironment:
-    """What a separate verifier runs in. `context` is the directory with its Dockerfile; None without one. `bundled`:
+    """The environment of a separate verifier. `context` is the directory with its Dockerfile, if any. `bundled`:
     its image brings the tests, so none are uploaded."""
 
     table: Environment
@@ -154,7 +154,7 @@ def load_task(path: Path | str, *, strict: bool = False, verify: bool = True, or
         raise TaskError(f"{root / 'environment'}: this directory is missing", code="task_layout")
     check_containment(root)
     if config.steps is not None and not config.steps:
-        raise TaskError(f"{root / 'task.toml'}: steps: a task with steps needs one at least", code="task_toml")
+        raise TaskError(f"{root / 'task.toml'}: steps: expected at least one step", code="task_toml")
     steps = tuple(_step(root, config, table, verify) for table in config.steps or (None,))
     name = config.task.name if config.task else root.resolve().name
     pre_artifacts = root / "pre_artifacts.sh"
@@ -186,7 +186,7 @@ def read_config(path: Path) -> tuple[TaskConfig, list[UnknownKey]]:
     except ValidationError as error:
         raise TaskError(f"{path}: {describe(error)}", code="task_toml") from error
     if _holds_nul(data):
-        raise TaskError(f"{path}: a string holds a NUL, which no command, path or variable can have", code="task_toml")
+        raise TaskError(f"{path}: a string contains a NUL character", code="task_toml")
     return config, list(unknown_keys(data, TaskConfig))
 
 
@@ -285,7 +285,7 @@ def _instruction(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise TaskError(f"{path}: cannot be read: {error}", code="task_layout") from error
     if "\0" in text:
-        raise TaskError(f"{path}: the instruction holds a NUL, which no agent can be given", code="task_layout")
+        raise TaskError(f"{path}: the instruction contains a NUL character", code="task_layout")
     return text
 
 
@@ -314,7 +314,7 @@ def _verifier_environment(root: Path, home: Path, config: TaskConfig, table: Ste
 
 
 DEFAULT_PATTERNS = ("__pycache__/", "*.pyc", ".DS_Store", "*.swp", "*.swo", "*~")
-"""What is left out of a task without a `.gitignore`; `is_left_over` says the same."""
+"""Patterns excluded from a task without a `.gitignore`; `is_left_over` implements the same."""
 IGNORE_FILE = ".harborignore"
 _FILES = ("task.toml", "instruction.md", "README.md", "trajectory.json")
 _TREES = ("environment", "tests", "solution", "steps")
@@ -441,10 +441,10 @@ def check_containment(task: Path) -> None:
                 target = path.resolve(strict=True)
             except (OSError, RuntimeError) as error:
                 if isinstance(error, RuntimeError) or error.errno == errno.ELOOP:
-                    raise TaskError(f"{path}: this link leads back to itself", code="task_link") from error
+                    raise TaskError(f"{path}: the link points to itself", code="task_link") from error
                 continue
             if not target.is_relative_to(root):
-                raise TaskError(f"{path}: this link leads out of the task", code="task_link")
+                raise TaskError(f"{path}: the link points outside of the task", code="task_link")
 
 
 def _walk(tree: Path) -> Iterator[Path]:

@@ -27,10 +27,10 @@ def normalise_host(text: str) -> str:
     """A host name, `*.host`, IP address or CIDR range in its one spelling; a ValueError says what is wrong."""
     host = text.strip().lower().rstrip(".")
     if not host:
-        raise ValueError("an allowed host may not be empty")
+        raise ValueError("an allowed host must not be empty")
     name = host.removeprefix("*.")
     if "*" in name:
-        raise ValueError(f"{text!r}: a wildcard is only possible as the first label, as in *.example.org")
+        raise ValueError(f"{text!r}: a wildcard must be the first label, as in *.example.org")
     try:
         address = "" if "%" in host else (ip_network if "/" in name else ip_address)(name).compressed
     except ValueError:
@@ -82,7 +82,7 @@ class Table(BaseModel):
 
 
 class PhaseNetwork(Table):
-    """What one phase may reach; None leaves it at the environment's own."""
+    """The network of one phase; None means that of the environment."""
 
     network_mode: NetworkName | None = None
     allowed_hosts: tuple[Host, ...] | None = None
@@ -248,7 +248,7 @@ class Verifier(PhaseNetwork):
     @model_validator(mode="after")
     def _own_environment_is_separate(self) -> Self:
         if self.environment_mode == "shared" and self.environment is not None:
-            raise ValueError('[verifier.environment] cannot go with environment_mode = "shared"')
+            raise ValueError('[verifier.environment] cannot be combined with environment_mode = "shared"')
         return self
 
     @property
@@ -288,7 +288,7 @@ class Artifact(Table):
         if "\\" in destination or "\0" in destination or ".." in parts or destination.startswith("/") or not parts:
             raise ValueError(f"the destination {destination!r} must be a relative path with `/` and without `..`")
         if parts == ("manifest.json",):
-            raise ValueError("the destination manifest.json is taken by the list of artifacts")
+            raise ValueError("the destination manifest.json is reserved for the list of artifacts")
         return destination
 
     @model_validator(mode="after")
@@ -315,7 +315,7 @@ class StepTable(Table):
         if name.strip() in ("", ".", "..") or any(char in bad or ord(char) < 32 for char in name):
             raise ValueError(f"{name!r} cannot be the name of a directory")
         if name[-1] in ". " or len(name.encode()) > 255 or _DEVICE.match(name):
-            raise ValueError(f"{name!r} is not possible as a directory name on every system")
+            raise ValueError(f"{name!r} is not a valid directory name on every system")
         return name
 
 

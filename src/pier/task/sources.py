@@ -181,7 +181,9 @@ def _git(args: list[str], cwd: Path, extra: dict[str, str] | None = None) -> str
             ["git", *args], cwd=cwd, env={**_environment(), **(extra or {})}, capture_output=True, timeout=_SECONDS
         )
     except FileNotFoundError:
-        raise TaskError("git is not installed, and a task comes from a repository", code="git", blame="infra") from None
+        raise TaskError(
+            "cannot fetch a task from a repository: git is not installed", code="git", blame="infra"
+        ) from None
     except subprocess.TimeoutExpired:
         raise TaskError(f"git {args[0]} took longer than {_SECONDS} s", code="git", blame="infra") from None
     if done.returncode != 0:
@@ -350,7 +352,9 @@ def _in_dataset(path: Path, origin: Origin) -> list[Origin]:
         if directory is None:
             raise TaskError(f"{path}: the task {row.name!r} is not in {path.parent / short}", code="dataset")
         if row.digest and load_task(directory, verify=False).digest != row.digest:
-            raise TaskError(f"{path}: the task {row.name!r} in {directory} does not have the digest {row.digest}")
+            raise TaskError(
+                f"{path}: the task {row.name!r} in {directory} does not have the digest {row.digest}", code="dataset"
+            )
         found.append(_below(origin, directory, dataset.dataset.name))
     return found
 

@@ -19,25 +19,15 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from pier.figures import add_known
 from pier.record.reader import Reader, find
 from pier.trajectory import model as atif
-from pier.trajectory.lineage import Lineage, Node, Thread, read_call, settle
+from pier.trajectory.lineage import Lineage, Node, Thread, compute_keys, read_call
 from pier.trajectory.model import whole_characters
 from pier.trajectory.rules import IMAGES
 from pier.tree import Tree
 from pier.wire.contract import parse_arguments
-from pier.wire.turn import (
-    Media,
-    Message,
-    Part,
-    Reasoning,
-    Refusal,
-    Text,
-    Tool,
-    ToolCall,
-    ToolResult,
-    Turn,
-)
+from pier.wire.turn import Media, Message, Part, Reasoning, Refusal, Text, Tool, ToolCall, ToolResult, Turn
 
 _SIDE_TEXT = 400
 
@@ -52,7 +42,7 @@ class StepBuilder:
     """By the id on the wire: the latest step with that call, and the call's id there."""
 
     def take(self, node: Node) -> None:
-        """Add what one call brought: first what the agent sent, then what the model said."""
+        """Add the steps of one call: first the agent's new messages, then the model's answer."""
         if not self.steps and node.request.system:
             texts = [Text(text) for text in node.request.system if text]
             self._add("system", self._content(texts), node.at)
@@ -62,7 +52,7 @@ class StepBuilder:
         if node.turn is not None:
             self._take_turn(node, node.turn)
 
-    def overhear(self, node: Node) -> None:
+    def take_results(self, node: Node) -> None:
         """Take only the tool results from a side call: a summary may be asked for right after a tool ran."""
         renamed = self._renamed_calls(node)
         for message in node.new_messages:
@@ -82,7 +72,7 @@ class StepBuilder:
 
     def _take_message(self, message: Message, node: Node, renamed: dict[str, str]) -> None:
         if message.role == "assistant":
-            self._copied(message, node)
+            self._take_copied_answer(message, node)
             return
         others: list[Part] = []
         for part in message.parts:
@@ -95,7 +85,7 @@ class StepBuilder:
             if node.kind == "compaction":
                 step.extra = {"compaction": True}
 
-    def _copied(self, message: Message, node: Node) -> None:
+    def _take_copied_answer(self, message: Message, node: Node) -> None:
         """An answer in a history that no call of this recording gave."""
         texts = [part for part in message.parts if isinstance(part, Text | Refusal)]
         step = self._add("agent", whole_characters("".join(part.text for part in texts)), node.at)
@@ -230,7 +220,7 @@ def _metrics(node: Node, turn: Turn) -> atif.Metrics | None:
 
 
 def tool_definitions(tools: Iterable[Tool]) -> list[dict[str, Any]] | None:
-    """Tools in the words of OpenAI's functions, which is how ATIF lists them."""
+    """Tools in the format of OpenAI's functions, as ATIF lists them."""
     listed: list[dict[str, Any]] = []
     for tool in tools:
         function = {"name": tool.name, "description": tool.description, "parameters": tool.schema}
@@ -255,7 +245,7 @@ class About:
 
 @dataclass(slots=True)
 class StepTotals:
-    """What some calls used. `cost_usd` is None as soon as one of them has no known cost."""
+    """The usage of some calls. `cost_usd` is None as soon as one of them has no known cost."""
 
     calls: int = 0
     prompt_tokens: int | None = None
@@ -273,20 +263,16 @@ class StepTotals:
 
     def merge(self, other: StepTotals) -> None:
         self.calls += other.calls
-        self.prompt_tokens = _sum(self.prompt_tokens, other.prompt_tokens)
-        self.completion_tokens = _sum(self.completion_tokens, other.completion_tokens)
-        self.cached_tokens = _sum(self.cached_tokens, other.cached_tokens)
+        self.prompt_tokens = add_known(self.prompt_tokens, other.prompt_tokens)
+        self.completion_tokens = add_known(self.completion_tokens, other.completion_tokens)
+        self.cached_tokens = add_known(self.cached_tokens, other.cached_tokens)
         self.unpriced += other.unpriced
-        self.cost_usd = None if self.unpriced else _sum(self.cost_usd, other.cost_usd)
-
-
-def _sum(one: Any, other: Any) -> Any:
-    return other if one is None else one if other is None else one + other
+        self.cost_usd = None if self.unpriced else add_known(self.cost_usd, other.cost_usd)
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectorySummary:
-    """What a derivation found. `path` is None when there was nothing to write."""
+    """The result of a derivation. `path` is None when there was nothing to write."""
 
     path: Path | None
     steps: int = 0
@@ -303,7 +289,7 @@ class TrajectorySummary:
 
 
 class Derivation:
-    """Follows one recording. Each call is read once; who is who is sorted out anew each time."""
+    """Follows one recording. Each call is read once; calls are sorted into threads at each update."""
 
     def __init__(self, recording: Path, target: Path, about: About) -> None:
         self._reader = Reader(find(recording))
@@ -318,7 +304,7 @@ class Derivation:
         `durable`, wait until it is on disk."""
         for call in self._reader.poll():
             if call.kind == "generate" and (node := read_call(call)):
-                settle(node, self._recent)
+                compute_keys(node, self._recent)
                 self._recent = [*self._recent[-7:], node]
                 self._read[call.number] = node
         lineage = Lineage()
@@ -327,7 +313,7 @@ class Derivation:
         threads = lineage.threads()
         if not threads:
             return TrajectorySummary(None)
-        self.trajectory, media = _Builder(threads, self._about).build()
+        self.trajectory, media = _TrajectoryBuilder(threads, self._about).build()
         if not self.trajectory.steps:
             return TrajectorySummary(None, calls=_kinds(lineage))
         self._target.parent.mkdir(parents=True, exist_ok=True)
@@ -354,7 +340,7 @@ def write_trajectory(
     return Derivation(recording, target, about).update(durable=durable)
 
 
-class _Builder:
+class _TrajectoryBuilder:
     """Makes one trajectory of sorted threads: the main one, with sub-agents embedded where they were begun."""
 
     def __init__(self, threads: list[Thread], about: About) -> None:
@@ -400,7 +386,7 @@ class _Builder:
         steps = StepBuilder()
         for node in thread.nodes:
             if node.kind == "side":
-                steps.overhear(node)
+                steps.take_results(node)
             elif node.kind != "retry":
                 steps.take(node)
         self._media.update(steps.media)

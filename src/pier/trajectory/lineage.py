@@ -28,7 +28,7 @@ from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from pier.record.reader import Call, RecordedAnswer, read
 from pier.wire.anthropic import BILLING
@@ -87,7 +87,7 @@ class Node:
 
     @property
     def new_messages(self) -> tuple[Message, ...]:
-        """What the call adds to what its parent and the parent's answer said."""
+        """The messages after those of the parent and the parent's answer."""
         if self.parent is None:
             return self.request.messages
         if self.begins_like(self.parent):
@@ -119,7 +119,7 @@ class Generation:
     fault: str | None = None
     answered: bool = True
     kind: ErrorKind | None = None
-    """What the failure was called to the agent; only the gateway knows it."""
+    """The kind of error that the agent received; only the gateway knows it."""
 
 
 OnGeneration = Callable[[Generation], None]
@@ -144,7 +144,7 @@ def with_version(turn: Turn, version: str | None) -> Turn:
 def read_call(call: Call) -> Node | None:
     """A generation as a node of the lineage; None if its request cannot be read."""
     parts = urlsplit(call.path)
-    route = recognise("POST", parts.path, dict(parse_qsl(parts.query)), {})
+    route = recognise("POST", parts.path, parts.query)
     try:
         parsed = DIALECTS[call.dialect].parse_request(call.request, route)
     except BadRequest:
@@ -189,7 +189,7 @@ def turn_of(call: Call, request: Request) -> Turn | None:
 
 
 def _noted(call: Call, name: str) -> Any:
-    """What the gateway noted of a call under this name; None if it did not."""
+    """The gateway's note on a call under this name; None without one."""
     return next((note[name] for note in call.notes if name in note), None)
 
 
@@ -216,7 +216,7 @@ def _noted_tokens(call: Call) -> Tokens | None:
     return joined(pieces)
 
 
-def settle(node: Node, recent: Sequence[Node]) -> None:
+def compute_keys(node: Node, recent: Sequence[Node]) -> None:
     """Work out the keys of a call, and share what it says again with a call shortly before it.
 
     Histories grow by a little with each call, so a session takes memory and time for what is new, not for its square.
@@ -272,7 +272,7 @@ def id_key_of(message: Message) -> bytes:
 
 
 def key_of(message: Message) -> bytes:
-    """What a message says, without what clients change on the way: ids, reminders, white space, reasoning."""
+    """A digest of a message without the parts that clients change: ids, reminders, white space, reasoning."""
     calls = [(part.name, parse_arguments(part.arguments)) for part in message.parts if isinstance(part, ToolCall)]
     text = "" if calls else " ".join(_REMINDER.sub("", " ".join(texts_of(message))).split())
     results = [
@@ -285,10 +285,10 @@ def key_of(message: Message) -> bytes:
     return blake2b(said.encode(errors="replace"), digest_size=16).digest()
 
 
-BESIDE = re.compile(r"\btitle|summar[iy]|\bquota\b|topic|short name|branch name|condense|compact", re.IGNORECASE)
+SIDE_TASK = re.compile(r"\btitle|summar[iy]|\bquota\b|topic|short name|branch name|condense|compact", re.IGNORECASE)
 RECENT = 8
-"""How many calls back a shared history is looked for."""
-_ENOUGH = 40
+"""The number of earlier calls in which a shared history is looked for."""
+_MIN_MATCH = 40
 """A match of this many characters is significant; fewer will do if they come from a call for a summary."""
 
 
@@ -319,7 +319,7 @@ class Lineage:
 
     def add(self, node: Node) -> None:
         if not node.chain:
-            settle(node, self.nodes[-RECENT:])
+            compute_keys(node, self.nodes[-RECENT:])
         self.nodes.append(node)
         node.parent = self._find_parent(node)
         self._requests[node.chain[-1]] = self._requests[node.id_chain[-1]] = node
@@ -353,7 +353,7 @@ class Lineage:
         for thread in threads:
             if thread is not main:
                 _classify(thread, main, threads)
-        self._mark_asides(threads)
+        self._mark_side_calls(threads)
         self._join(main, threads)
         for thread in threads:
             for node in thread.nodes:
@@ -391,7 +391,7 @@ class Lineage:
             by_question.setdefault(node.question, thread)
         return threads
 
-    def _mark_asides(self, threads: list[Thread]) -> None:
+    def _mark_side_calls(self, threads: list[Thread]) -> None:
         """Calls amid work with tools whose answers nothing builds on, and that offer no tools or want a summary."""
         continued = {id(node.parent) for node in self.nodes}
         last = self.nodes[-1]
@@ -419,23 +419,23 @@ def _main_of(threads: list[Thread]) -> Thread | None:
     with_tools = [thread for thread in threads if thread.offers_tools and not _is_sub_agent_by_header(thread.root)]
     if with_tools:
         return with_tools[0]
-    work = [thread for thread in threads if not _looks_beside(thread)] or threads
+    work = [thread for thread in threads if not _looks_like_side_call(thread)] or threads
     return max(work, key=lambda thread: len(thread.nodes), default=None)
 
 
 def _classify(thread: Thread, main: Thread, threads: list[Thread]) -> None:
     root = thread.root
     if not thread.offers_tools and main.offers_tools:
-        thread.kind = "foreign" if _is_stranger(root, main.root) else "side"
+        thread.kind = "foreign" if _is_other_program(root, main.root) else "side"
         return
-    if not main.offers_tools and _looks_beside(thread):
+    if not main.offers_tools and _looks_like_side_call(thread):
         thread.kind = "side"
         return
     earlier = [node for other in threads if other is not thread for node in other.nodes if node.number < root.number]
     root.spawned_by = _spawner(root, earlier)
     if root.spawned_by or _is_sub_agent_by_header(root):
         thread.kind = "sub_agent"
-    elif _is_stranger(root, main.root):
+    elif _is_other_program(root, main.root):
         thread.kind = "foreign"
     elif before := _predecessor(root, [node for node in main.nodes if node.number < root.number], earlier):
         root.kind, thread.kind = "compaction", "main"
@@ -449,19 +449,19 @@ def _classify(thread: Thread, main: Thread, threads: list[Thread]) -> None:
 
 def _wants_summary(node: Node) -> bool:
     asked = node.request.messages[-1].text if node.request.messages else ""
-    return node.turn is not None and not node.turn.calls and BESIDE.search(asked) is not None
+    return node.turn is not None and not node.turn.calls and SIDE_TASK.search(asked) is not None
 
 
-def _looks_beside(thread: Thread) -> bool:
+def _looks_like_side_call(thread: Thread) -> bool:
     request = thread.root.request
     if len([node for node in thread.nodes if node.kind != "retry"]) > 1:
         return False
     few = request.sampling.max_tokens is not None and request.sampling.max_tokens <= 32
     words = "\n".join([*request.system, *(message.text[:500] for message in request.messages[-1:])])
-    return few or request.response_format is not None or BESIDE.search(words) is not None
+    return few or request.response_format is not None or SIDE_TASK.search(words) is not None
 
 
-def _is_stranger(root: Node, main: Node) -> bool:
+def _is_other_program(root: Node, main: Node) -> bool:
     ours, theirs = main.headers.get("user-agent"), root.headers.get("user-agent")
     return main.request.dialect != root.request.dialect or (
         ours is not None and theirs is not None and _program(ours) != _program(theirs)
@@ -499,7 +499,7 @@ def _predecessor(root: Node, main: list[Node], earlier: list[Node]) -> Node | No
         text = node.turn.text.strip() if node.turn else ""
         core = re.sub(r"</?\w+>", "", text).strip()
         asked = node.request.messages[-1].text if node.request.messages else ""
-        enough = _ENOUGH if node.request.tools and not BESIDE.search(asked) else _ENOUGH // 5
+        enough = _MIN_MATCH if node.request.tools and not SIDE_TASK.search(asked) else _MIN_MATCH // 5
         if len(core) >= enough and (core[:200] in said or core[-200:] in said):
             return node
     tail = set(main[-1].keys[-4:])
@@ -511,10 +511,10 @@ def _same_system(one: Node, other: Node) -> bool:
     return system_words(one) == system_words(other)
 
 
-_PATIENT = 20.0
+_CLIENT_TIMEOUT = 20.0
 """Seconds after which a client may give up a model that says nothing."""
-_LONG = 60.0
-_AT_LAST = 5.0
+_LONG_WAIT = 60.0
+_NEAR_END = 5.0
 """A call that ended this many seconds before the agent, or fewer, may have ended with it."""
 _SUGGESTS = re.compile(r"\bsuggest", re.IGNORECASE)
 
@@ -556,7 +556,7 @@ def _last(nodes: list[Node], calls: Mapping[int, Generation]) -> Node | None:
     return None
 
 
-def waited_in_vain(calls: Sequence[Generation], until: float, *, killed: bool = True) -> bool:
+def waited_without_answer(calls: Sequence[Generation], until: float, *, killed: bool = True) -> bool:
     """Whether an agent that ended at `until` had waited for a model that no longer answered: since its last answer it
     waited for half of its time, or for a minute and ten times as long as for any answer.
 
@@ -572,25 +572,25 @@ def waited_in_vain(calls: Sequence[Generation], until: float, *, killed: bool = 
     ]
     waited = 0.0
     for begin, end in sorted(waits):
-        if end - max(begin, since) >= _PATIENT or (killed and until - end < _AT_LAST):
+        if end - max(begin, since) >= _CLIENT_TIMEOUT or (killed and until - end < _NEAR_END):
             waited += max(0.0, end - max(begin, seen))
             seen = max(seen, end)
     slowest = max(((call.node.ended or until) - call.node.at for call in known), default=math.inf)
-    least = min((until - min((call.node.at for call in calls), default=until)) / 2, max(_LONG, 10 * slowest))
+    least = min((until - min((call.node.at for call in calls), default=until)) / 2, max(_LONG_WAIT, 10 * slowest))
     return waited > 0 and waited >= least
 
 
 def _main_work(main: Thread) -> list[Node]:
     work = [node for node in main.nodes if node.kind in ("main", "compaction", "retry")]
-    while work and _is_aside(work[-1], main):
+    while work and _is_late_side_call(work[-1], main):
         work.pop()
     return work
 
 
-def _is_aside(node: Node, main: Thread) -> bool:
+def _is_late_side_call(node: Node, main: Thread) -> bool:
     """Whether a call without an answer asks for a summary or a suggestion after the work was done."""
     before = node.parent.turn if node.parent is not None else None
     if node.turn is not None or before is None or before.calls or not main.offers_tools:
         return False
     asked = node.request.messages[-1].text if node.request.messages else ""
-    return bool(BESIDE.search(asked) or _SUGGESTS.search(asked))
+    return bool(SIDE_TASK.search(asked) or _SUGGESTS.search(asked))

@@ -12,18 +12,18 @@ import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from pier.trajectory.model import FinalMetrics, Step, TrajectoryAgent
 
+M = TypeVar("M", bound=BaseModel)
 _CHUNK = 1 << 20
 _STEP_LIMIT = 1 << 30
 _HEAD_LIMIT = 4 << 20
 _DEEPEST = 16
-_WIDEST = 64
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODE = json.JSONDecoder(strict=False).raw_decode
 
@@ -111,31 +111,6 @@ class JsonWindow:
                 raise ValueError("nested too deep") from None
             self._extend()
 
-    def skip_indented(self) -> tuple[int, int]:
-        """Pass over a value; where it begins and ends. An object of several lines whose first line is indented, as
-        `json.dumps(indent=2)` writes it, ends with the next line that is indented alike and has its bracket: no string
-        has a line break in it, so nothing needs to be decoded."""
-        self.peek()
-        lead = self._lead()
-        while lead:
-            start = self._at - self._base
-            found = self._text.find(lead + "}", start)
-            if found >= 0 and self._text.find(lead + "{", start, found) < 0:
-                begin, self._at = self._at, self._base + found + len(lead) + 1
-                return begin, self._at
-            if found >= 0 or self._is_last:
-                break
-            self._extend()
-        return self.skip()
-
-    def _lead(self) -> str:
-        """The line break and the white space before an object whose second line is indented further; else empty."""
-        start = self._at - self._base
-        line = self._text.rfind("\n", max(0, start - _WIDEST), start)
-        lead = self._text[line:start] if line >= 0 else ""
-        is_indented = len(lead) > 1 and not lead.strip(" \t\n")
-        return lead if is_indented and self._text.startswith((f"{{{lead} ", f"{{{lead}\t"), start) else ""
-
     def value(self) -> Any:
         start, end = self.skip()
         text = self._text[start - self._base : end - self._base]
@@ -173,7 +148,7 @@ def _scan_object(window: JsonWindow, depth: int) -> TrajectoryMap:
     for key in window.members():
         if key == "steps" and window.peek() == "[":
             for _ in window.elements():
-                found.spans.extend(window.skip_indented())
+                found.spans.extend(window.skip())
         elif key == "subagent_trajectories" and window.peek() == "[":
             for _ in window.elements():
                 if window.peek() == "{":
@@ -229,15 +204,15 @@ class PagedTrajectory:
 
     @property
     def agent(self) -> TrajectoryAgent | None:
-        try:
-            return TrajectoryAgent.model_validate(self.value("agent"))
-        except ValidationError:
-            return None
+        return self._model(TrajectoryAgent, "agent")
 
     @property
     def final_metrics(self) -> FinalMetrics | None:
+        return self._model(FinalMetrics, "final_metrics")
+
+    def _model(self, kind: type[M], key: str) -> M | None:
         try:
-            return FinalMetrics.model_validate(self.value("final_metrics"))
+            return kind.model_validate(self.value(key))
         except ValidationError:
             return None
 

@@ -1,4 +1,4 @@
-"""What makes a trajectory valid, and what makes it good.
+"""The rules for trajectories: those of ATIF, and stricter ones of pier.
 
 An `error` breaks ATIF itself: Harbor's validator refuses such a file too. A `strict` finding breaks one of the rules
 that pier adds, so that numbers can be trusted: one step per model call, real timestamps, totals that add up, costs

@@ -14,7 +14,7 @@ from pier.trajectory.model import Step, Trajectory, text_of
 
 
 def lines(trajectory: Trajectory, *, width: int = 2000, indent: str = "") -> Iterator[str]:
-    """What to print. A text of more than `width` characters is cut; 0 cuts nothing."""
+    """The lines to print. A text of more than `width` characters is cut; 0 cuts nothing."""
     agent = trajectory.agent
     model = f" with {agent.model_name}" if agent.model_name else ""
     yield f"{indent}{agent.name} {agent.version}{model}, {len(trajectory.steps)} steps"

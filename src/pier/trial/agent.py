@@ -332,9 +332,9 @@ async def provider_fault(session: Session, how: str = "") -> PierError | None:
 
 async def unanswered_fault(session: Session, how: str = "", *, killed: bool = True) -> PierError | None:
     """The provider's fault if an agent that failed, or was `killed` at its deadline, had waited for a hung model."""
-    from pier.trajectory.lineage import waited_in_vain
+    from pier.trajectory.lineage import waited_without_answer
 
-    if not await asyncio.to_thread(lambda: waited_in_vain(_generations(session), time.time(), killed=killed)):
+    if not await asyncio.to_thread(lambda: waited_without_answer(_generations(session), time.time(), killed=killed)):
         return None
     return ProviderError(f"the model no longer answered{how}", code="provider_no_answer", retryable=True)
 

@@ -1,4 +1,4 @@
-"""What `pier task check` finds beyond a task's own files: services, unwanted history, and whether the task is solvable.
+"""Checks of `pier task check` beyond a task's own files: services, unwanted history, and whether the task is solvable.
 
 Compose files are read as trials read them; no engine is needed. A task is proven by running it: its own solution must
 earn 1, doing nothing must not, and both every time. History is what an agent could find of a repository beyond the
@@ -33,7 +33,7 @@ from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What the runs of one agent on one task gave, in order; None for a run without a verdict."""
+    """The rewards of the runs of one agent on one task, in order; None for a run without a verdict."""
 
     task: str
     agent: str
@@ -103,7 +103,7 @@ _STAND_IN = "1"
 
 
 def lint_services(path: Path) -> list[Problem]:
-    """What is wrong with the services of the task in a directory; nothing, if the task itself cannot be read."""
+    """The problems of the services of the task in a directory; none if the task itself cannot be read."""
     try:
         task = load_task(path)
     except TaskError:
@@ -168,7 +168,7 @@ _SCRIPT = Path(__file__).with_name("history.sh")
 async def find_history(
     task: Task, services: TrialServices, directory: Path, sandbox: SandboxChoice | None = None
 ) -> list[Problem]:
-    """What an agent could find of a task's repository beyond the commit that it works on."""
+    """Find history of a task's repository that an agent could see beyond the commit that it works on."""
     record = TrialRecord(directory, Redactor(task_secrets(task, services.environ)))
     record.open()
     found: list[Problem] = []

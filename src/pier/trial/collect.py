@@ -17,6 +17,7 @@ import asyncio
 import json
 import os
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -29,9 +30,11 @@ from pier.files import write_json
 from pier.record import FILE_NAMES
 from pier.sandbox.compose import MAIN
 from pier.sandbox.contract import DISK_FAULTS, Sandbox, Stream
+from pier.sandbox.linux.changes import measure
 from pier.task.model import Artifact
 from pier.tree import Tree, TreeError, find_entry
 from pier.trial.environment import TaskSandbox
+from pier.trial.plan import disk_limit
 from pier.trial.record import TrialRecord
 from pier.trial.spec import user_text
 from pier.verifier.changes import ARTIFACTS, TESTS, VERIFIER_LOGS, Note, judge_artifact, limited
@@ -41,6 +44,7 @@ LOGS_LIMIT = 512 * 1024 * 1024
 
 ARTIFACT_LIMIT = 16 * 1024**3
 """How many bytes one artifact may have."""
+_BLOCK = 4096
 
 _AGENTS_DOING = frozenset(
     {
@@ -81,6 +85,8 @@ class Collected:
     exclude: tuple[str, ...] = ()
     service: str = MAIN
     mirrored: bool = False
+    reason: str = ""
+    """Why it is not there, if it is too large."""
 
 
 async def collect(
@@ -102,7 +108,11 @@ async def collect(
     if not record.kept and step.verifier_mode != "separate":
         return []
     artifacts = (*step.artifacts, *extra)
-    return await collect_artifacts(sandbox, artifacts, directory, workdir=environment.workdir, record=record)
+    most = ARTIFACT_LIMIT
+    if step.verifier_mode == "separate":
+        disk = disk_limit(step.verifier_environment.table, environment.starter.choice)
+        most = min(disk or most, most)
+    return await collect_artifacts(sandbox, artifacts, directory, workdir=environment.workdir, record=record, most=most)
 
 
 async def _run_hook(
@@ -130,10 +140,16 @@ async def _run_hook(
 
 
 async def collect_artifacts(
-    sandbox: Sandbox, artifacts: Iterable[Artifact], directory: Path, *, workdir: str, record: TrialRecord
+    sandbox: Sandbox,
+    artifacts: Iterable[Artifact],
+    directory: Path,
+    *,
+    workdir: str,
+    record: TrialRecord,
+    most: int = ARTIFACT_LIMIT,
 ) -> list[Collected]:
-    """Take the conventional directory and `artifacts` out, and write the manifest. They are as the agent left them,
-    for this user's eyes only, until `seal_artifacts`."""
+    """Take the conventional directory and `artifacts` out, each of at most `most` bytes, and write the manifest. They
+    are as the agent left them, for this user's eyes only, until `seal_artifacts`."""
     found: list[Collected] = []
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
@@ -144,7 +160,7 @@ async def collect_artifacts(
             where = artifact.destination or artifact.source.lstrip("/")
             found.append(Collected(artifact.source, where, "skipped", service=str(artifact.service)))
             continue
-        row = await _collect(place, artifact, directory, workdir, found, record)
+        row = await _collect(place, artifact, directory, workdir, found, record, most)
         if row is not None:
             found.append(replace(row, service=artifact.service or MAIN))
     rows = record.redactor.value([_manifest_row(row) for row in found])
@@ -169,10 +185,11 @@ async def _collect(
     workdir: str,
     before: Sequence[Collected],
     record: TrialRecord,
+    most: int,
 ) -> Collected | None:
     source = str(PurePosixPath(workdir) / artifact.source)
     place = artifact.destination or source.lstrip("/")
-    service = artifact.service or MAIN
+    service, reason = artifact.service or MAIN, ""
     if any((row.service, row.source, row.place) == (service, source, place) for row in before):
         return None
     if not place:
@@ -190,24 +207,29 @@ async def _collect(
             is_directory = there.kind == "directory"
             return Collected(source, place, status, is_directory, artifact.exclude, mirrored=mirrored)
         try:
-            status, is_directory = await _take(sandbox, source, artifact.exclude, kept, place, record)
+            status, is_directory = await _take(sandbox, source, artifact.exclude, kept, place, record, most)
         except (FileNotFoundError, SandboxError, TreeError) as error:
             if isinstance(error, SandboxError) and error.code not in _AGENTS_DOING:
                 raise
+            if getattr(error, "code", "") == "too_large":
+                reason = f"not collected: larger than {most} bytes, or too many files"
             if source != ARTIFACTS:
                 record.log(f"artifact {source}: not collected: {error}")
             status, is_directory = "empty" if source == ARTIFACTS else "failed", False
-    return Collected(source, place, status, is_directory, artifact.exclude)
+    return Collected(source, place, status, is_directory, artifact.exclude, reason=reason)
 
 
 async def _take(
-    sandbox: Sandbox, source: str, exclude: tuple[str, ...], kept: Tree, place: str, record: TrialRecord
+    sandbox: Sandbox, source: str, exclude: tuple[str, ...], kept: Tree, place: str, record: TrialRecord, most: int
 ) -> tuple[Status, bool]:
-    """Take one artifact out; its status, and whether it is a directory."""
+    """Take one artifact out; its status, and whether it is a directory. Small files take more space than they have
+    bytes."""
     incoming = _unused(kept.path)
     try:
-        left_out = await sandbox.download(source, incoming, exclude=exclude, max_bytes=ARTIFACT_LIMIT, keep_empty=False)
+        left_out = await sandbox.download(source, incoming, exclude=exclude, max_bytes=most, keep_empty=False)
         came = find_entry(incoming)
+        if most < ARTIFACT_LIMIT and await asyncio.to_thread(measure, str(incoming)) > most:
+            raise TreeError("too_large", f"it takes more than {most} bytes of disk: {source}")
         if came is not None:
             _store(kept, incoming, place)
     finally:
@@ -244,6 +266,8 @@ async def hand_over(
     notes: list[Note] = []
     with Tree(directory) as kept:
         for row in collected:
+            if row.reason:
+                notes.append(Note("artifact", row.reason, row.source))
             if row.status != "ok" or row.mirrored:
                 continue
             if any(PurePosixPath(row.source).is_relative_to(place) for place in (TESTS, VERIFIER_LOGS)):
@@ -253,21 +277,28 @@ async def hand_over(
                 detail = "not handed over: it is a file, and the verifier works in or below a directory of this path"
                 notes.append(Note("tests", detail, row.source, stopped=True))
                 continue
-            judged = await asyncio.to_thread(judge_artifact, kept, row.place, row.source)
+            judged = await asyncio.to_thread(judge_artifact, kept, row.place, row.source, workdir)
             notes += judged.notes
             if not judged.dropped:
                 await _put(sandbox, kept, row, judged.left_out)
     return limited(notes)
 
 
+def space_for(directory: Path) -> int:
+    """How many bytes of disk the artifacts in a directory may take on any file system."""
+    with Tree(directory) as kept:
+        return sum(entry.size + _BLOCK for entry in kept.entries(limit=sys.maxsize))
+
+
 async def _put(sandbox: Sandbox, kept: Tree, row: Collected, left_out: frozenset[str]) -> None:
+    """Nothing of the agent's runs in this sandbox, so a copy that is killed there is the machine's fault."""
     try:
         if not any(PurePosixPath(own).is_relative_to(row.source) for own in (TESTS, VERIFIER_LOGS)):
             await _clear(sandbox, row.source)
         with kept.reached(row.place) as source:
             await sandbox.upload(source, row.source, leave_out=left_out)
     except (SandboxError, OSError) as error:
-        if isinstance(error, SandboxError) and error.code not in DISK_FAULTS:
+        if isinstance(error, SandboxError) and error.code not in {*DISK_FAULTS, "copy_lost"}:
             raise
         raise StorageError(f"artifact {row.source}: cannot be handed to the verifier: {error}") from error
 

@@ -1,4 +1,4 @@
-"""What an agent changed in the working directory of a task, as a diff that is kept with the trial.
+"""The changes of an agent in the working directory of a task, as a diff that is kept with the trial.
 
 The sandbox lists from outside which files changed, so nothing inside can hide one. What a file had before comes from a
 sandbox of the same image that no agent worked in; that is started only if a file that was there before has changed.

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -96,11 +96,12 @@ class SandboxStarter:
         watch: OnDecision | None = None,
         image: Image | None = None,
         bare: bool = False,
+        room: int = 0,
     ) -> AsyncIterator[tuple[Sandbox, str]]:
         """A sandbox with the directories and files that every task may count on, and its working directory. `suffix`
         goes to its name; `watch` sees the decisions of its network policy; `image` is a snapshot that has the files.
         The environment's variables are filled in here and live in the sandbox only. It sees neither the task nor the
-        trial, not even by a mount. With `bare` it is as its image is."""
+        trial, not even by a mount. With `bare` it is as its image is. `room` is space beyond its limit on disk."""
 
         def note(decision: Decision) -> None:
             self.record.note_network(decision)
@@ -114,10 +115,11 @@ class SandboxStarter:
         env = resolve_env(plan.table.env, where="environment.env", environ=self.environ)
         extra = resolve_env(self.choice.env, where="the run's environment variables", environ=self.environ)
         backend = self.services.backend
+        limits = await sandbox_limits(self.task, plan.table, self.choice, backend, self.record)
         spec = SandboxSpec(
             image=image or await self.get_image(plan),
             network=network,
-            limits=await sandbox_limits(self.task, plan.table, self.choice, backend, self.record),
+            limits=replace(limits, disk=limits.disk + room) if limits.disk else limits,
             mounts=mounts,
             hidden=(*hidden, *self.choice.hidden),
             env={**env, **extra},
@@ -242,7 +244,7 @@ def task_secrets(task: Task, environ: Mapping[str, str]) -> list[str]:
 
 
 class ServiceLogs:
-    """What services print, kept below a directory of the trial's: one file for each service."""
+    """The output of services, kept below a directory of the trial: one file for each service."""
 
     def __init__(self, directory: Path, record: TrialRecord) -> None:
         self._directory = directory

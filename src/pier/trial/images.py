@@ -28,7 +28,7 @@ class ImageRequest:
     args: tuple[tuple[str, str], ...] = ()
     target: str | None = None
     network: NetworkPolicy | None = None
-    """What its RUN and ADD steps may reach; None is everything that the machine can offer."""
+    """The network of its RUN and ADD steps; None is the widest that the machine supports."""
     host: bool = False
     """Whether the user chose this machine's root, which a task cannot."""
     chosen: bool = False
@@ -115,7 +115,7 @@ class TrialImages:
             return await self._resolve(request, tell)
         if self._build is None or request.context is None:
             raise ImageError(
-                "this task brings a Dockerfile, and nothing here can build it",
+                "the task has a Dockerfile, but this backend cannot build images",
                 hint=f"run it with --image {HOST} or with an image that was built elsewhere",
                 code="no_builder",
                 blame="user",
@@ -153,7 +153,7 @@ def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
 
     async def build(request: ImageRequest, key: str, tell: OnProgress) -> Image:
         from pier.image.build import build_image
-        from pier.sandbox.building import SandboxRunner, can_run
+        from pier.sandbox.opening import SandboxRunner, can_run
 
         assert request.context is not None
         if backend.builder == "own" or (backend.builder == "either" and not await can_run(builder)):

@@ -1,4 +1,4 @@
-"""What a task asks of its sandboxes: the image and its files, the network of each phase, limits.
+"""The sandboxes that a task asks for: the image and its files, the network of each phase, limits.
 
 All of it is decided before anything starts, from the task and the choices of the run alone. What the backend cannot
 run or enforce is refused here, by name.
@@ -16,8 +16,8 @@ from pier.agent.contract import AGENT_LOGS
 from pier.errors import PolicyError, SandboxError, TaskError
 from pier.image.model import HOST, Image
 from pier.network.policy import NetworkPolicy
+from pier.sandbox.compose import LOGS as SERVICE_LOGS
 from pier.sandbox.compose import MAIN, Compose, Service
-from pier.sandbox.compose.storage import LOGS as SERVICE_LOGS
 from pier.sandbox.contract import Backend, Capabilities, Limits
 from pier.task import Task, TaskStep, resolve_env
 from pier.task.model import Environment, normalise_host
@@ -64,7 +64,7 @@ def _refusal(message: str, code: str, hint: str | None = None) -> SandboxError:
 
 
 def agent_plan(task: Task, choice: SandboxChoice, environ: Mapping[str, str] | None = None) -> SandboxPlan:
-    """What the agent works in. `environ` is what the task's own variables are filled from."""
+    """The plan of the agent's sandbox. The task's variables are filled from `environ`."""
     if task.compose is not None:
         plan = _services_plan(task, task.config.environment, task.compose, choice, environ)
     else:
@@ -101,7 +101,7 @@ def _plan(task: Task, table: Environment, context: Path | None, choice: SandboxC
         return SandboxPlan(table, ImageRequest(table.docker_image), None if task.dockerfile else task.environment_dir)
     if context is None:
         raise TaskError(
-            f"{task.path}: neither environment.docker_image nor a Dockerfile says what to run in",
+            f"{task.path}: no image: expected environment.docker_image in task.toml or a Dockerfile",
             hint="run it with --image host",
             code="no_image",
         )
@@ -111,7 +111,7 @@ def _plan(task: Task, table: Environment, context: Path | None, choice: SandboxC
 def verifier_plan(
     task: Task, index: int, choice: SandboxChoice, environ: Mapping[str, str] | None = None
 ) -> SandboxPlan:
-    """What a separate verifier works in: its own image, or a fresh copy of what the agent began with."""
+    """The plan of a separate verifier's sandbox: its own image, or a fresh copy of the agent's."""
     own = task.steps[index].verifier_environment
     if own.compose is not None:
         plan = _services_plan(task, own.table, own.compose, choice, environ)
@@ -122,6 +122,11 @@ def verifier_plan(
         request = ImageRequest(own.table.docker_image) if prebuilt else ImageRequest(context=own.context)
         plan = SandboxPlan(own.table, request, None)
     return _finished(task, plan, choice)
+
+
+def disk_limit(table: Environment, choice: SandboxChoice) -> int | None:
+    """The limit on disk that the task or the run asks for, the run's first; 0 if the run lifts it."""
+    return (table.storage_mb or 0) << 20 or None if choice.limits.disk is None else choice.limits.disk
 
 
 async def sandbox_limits(
@@ -153,7 +158,7 @@ async def sandbox_limits(
 
 
 def pier_setting(task: Task, key: str) -> Any:
-    """What `metadata.pier` of a task's file says about `key`; None if it says nothing."""
+    """The value of `key` in `metadata.pier` of a task's file; None if it is missing."""
     table = task.config.metadata.get("pier")
     return table.get(key) if isinstance(table, dict) else None
 
@@ -248,7 +253,7 @@ def plan_network(
 
 
 def build_network(task: Task) -> NetworkPolicy | None:
-    """What the Dockerfiles of a task may reach while they are built: `metadata.pier.build_network` of its file is
+    """The network of the builds of a task's Dockerfiles: `metadata.pier.build_network` of its file is
     `public`, `none`, or a list of hosts. None if nothing is said, which is public."""
     said = pier_setting(task, "build_network")
     if said is None or said in ("public", "none"):

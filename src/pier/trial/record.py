@@ -129,7 +129,7 @@ class TrialRecord:
             self._network.append(self.redactor.value(decision.line()))
         except OSError as error:
             self.fault = self.fault or error
-            self.log(f"network.jsonl lacks a line: {error}")
+            self.log(f"could not write a line of network.jsonl: {error}")
 
     def output(self, path: Path) -> OutputFile:
         return OutputFile(path if self.kept else None, self.redactor)
@@ -150,8 +150,8 @@ def printable(text: str) -> str:
 
 
 class OutputFile:
-    """What a program prints, appended to a file as it comes, or dropped without a path. Use as a context manager; call
-    it as `on_output`.
+    """The output of a program, appended to a file as it arrives, or dropped without a path. Use as a context manager;
+    call it as `on_output`.
 
     A secret that arrives in two pieces is found too: with secrets, a line is held back until it is whole, and longer
     where one may have begun.
@@ -213,7 +213,7 @@ def resolved(path: Path) -> Path:
 
 
 def trial_config(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:
-    """What `config.json` says."""
+    """The content of `config.json`."""
     return {
         "task": {**task_reference(spec.task.origin), "source": spec.task.origin.source},
         "trial_name": spec.name,
@@ -235,7 +235,7 @@ def trial_config(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def trial_lock(spec: TrialSpec, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What `lock.json` says: all that decides what the trial does, with digests of files and texts. `config` is the
+    """The content of `lock.json`: all inputs of the trial, with digests of files and texts. `config` is the
     trial's own `config.json`."""
     task, origin = spec.task, spec.task.origin
     mode = None if task.is_multi_step else task.steps[0].verifier_mode
@@ -268,7 +268,6 @@ def _agent(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _environment(choice: SandboxChoice, environ: Mapping[str, str]) -> dict[str, Any]:
     limits, network = choice.limits, choice.network
-    known = choice.backend in _HARBOR_BACKENDS
     own = {
         "image": choice.image or None,
         "processes": limits.processes,
@@ -276,8 +275,7 @@ def _environment(choice: SandboxChoice, environ: Mapping[str, str]) -> dict[str,
         "hosts": list(network.hosts) if network else None,
     }
     return {
-        "type": choice.backend if known else None,
-        "import_path": None if known else BACKENDS.get(choice.backend, choice.backend),
+        **backend_fields(choice.backend),
         "force_build": choice.force_build,
         "override_cpus": int(limits.cpus) if limits.cpus and float(limits.cpus).is_integer() else limits.cpus,
         "override_memory_mb": limits.memory // _MEGABYTE if limits.memory else None,
@@ -287,6 +285,12 @@ def _environment(choice: SandboxChoice, environ: Mapping[str, str]) -> dict[str,
         "extra_allowed_hosts": _bare(choice.hosts),
         "kwargs": {name: value for name, value in own.items() if value is not None},
     }
+
+
+def backend_fields(backend: str) -> dict[str, str | None]:
+    """A backend as Harbor's configurations name it: by `type` if Harbor has it, else by `import_path`."""
+    known = backend in _HARBOR_BACKENDS
+    return {"type": backend if known else None, "import_path": None if known else BACKENDS.get(backend, backend)}
 
 
 def _bare(hosts: tuple[str, ...]) -> list[str]:

@@ -20,6 +20,7 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pier.errors import Blame, JobError, PierError, StorageError
+from pier.figures import means
 from pier.redact import Redactor
 from pier.task import TaskStep
 from pier.task.load import describe
@@ -36,7 +37,7 @@ class TimingInfo(_Part):
 
 
 class ExceptionInfo(_Part):
-    """What went wrong; the last four hold the blame and a hint, which other programs ignore."""
+    """An error of a trial; the last fields hold blame, hint and phase, which other programs ignore."""
 
     exception_type: str
     exception_message: str
@@ -69,7 +70,7 @@ class AgentInfo(_Part):
 
 
 class AgentResult(_Part):
-    """What the agent used. None is unknown, which is not zero."""
+    """The usage of the agent. None is unknown, which is not zero."""
 
     n_input_tokens: int | None = None
     n_cache_tokens: int | None = None
@@ -132,7 +133,7 @@ class StepResult(_Part):
 
 
 class PierInfo(_Part):
-    """What pier knows beyond Harbor's fields."""
+    """The fields that pier adds to Harbor's."""
 
     version: str = ""
     attempt: int = 1
@@ -165,7 +166,7 @@ class TrialResult(_Part):
     verifier_environment_mode: str | None = None
     exception_info: ExceptionInfo | None = None
     failure_cause: str | None = None
-    """What ended the trial, in the words of Harbor's `FailureCause`; ours is `exception_info.blame`."""
+    """The cause of a failure as Harbor's `FailureCause` names it; ours is `exception_info.blame`."""
     reward_valid: bool | None = None
     """Whether Harbor takes the reward for a valid measurement of the agent."""
     environment_type: str | None = None
@@ -219,7 +220,7 @@ _MESSAGE_LIMIT = 20_000
 
 @dataclass(slots=True)
 class Captured:
-    """What a guarded part of a trial raised, if it did."""
+    """The error that a guarded part of a trial raised, if any."""
 
     error: Exception | None = field(default=None)
 
@@ -312,7 +313,7 @@ def combined_rewards(outcomes: Sequence[StepResult], strategy: str) -> dict[str,
     if not graded:
         return None
     keys = dict.fromkeys(key for rewards in graded for key in rewards)
-    return {key: sum(rewards.get(key, 0) for rewards in graded) / len(graded) for key in keys}
+    return means({key: rewards.get(key, 0) for key in keys} for rewards in graded)
 
 
 ALL_CLOCKS = "timeout_multiplier"
@@ -320,13 +321,13 @@ _CLOCKS = ("agent", "verifier", "agent_setup", "environment_build")
 MULTIPLIERS = (ALL_CLOCKS, *(f"{clock}_{ALL_CLOCKS}" for clock in _CLOCKS))
 """The names of the factors for the clocks of the phases, as Harbor has them."""
 _LOCKED = (*MULTIPLIERS, "agent", "environment", "verifier")
-"""What a lock takes over from the configuration of a trial as it is."""
+"""The keys that a lock copies from the configuration of a trial."""
 
 
 def lock_row(
     name: str, digest: str, source: str | None, reference: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What decides a trial, as `lock.json` of a trial and each row in that of a job have it."""
+    """The inputs of a trial, as in `lock.json` of a trial and in each row of that of a job."""
     kind = "git" if reference.get("git_url") else "local"
     return {
         "schema_version": 2,
@@ -355,7 +356,7 @@ def _unreadable(directory: Path, path: Path, error: Exception) -> JobError:
         hint = f"pier job show {directory} --trials"
         return JobError(f"{directory} is a job, not a trial", code="no_trial", hint=hint)
     if isinstance(error, FileNotFoundError):
-        return JobError(f"{path}: not there, so the trial did not finish", code="unfinished")
+        return JobError(f"{path}: missing, so the trial did not finish", code="unfinished")
     if isinstance(error, ValidationError):
         return JobError(f"{path}: not a trial's result: {describe(error)}", code="broken_result")
     return JobError(f"{path}: cannot be read: {error}", code="broken_result")

@@ -1,4 +1,4 @@
-"""What a trial is asked to do (`TrialSpec`) and what it is given to do it with (`TrialServices`)."""
+"""The inputs of a trial (`TrialSpec`) and the services that trials share (`TrialServices`)."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class AgentChoice:
     budget: Mapping[str, Any] = field(default_factory=dict)
     """Limits of the model session, by the names of the fields of `pier.gateway.Budget`."""
     policy: Upstream | None = None
-    """What answers the agent's calls in place of the model's provider: a callable, servers, a provider."""
+    """The upstream that replaces the model's provider: a callable, servers, a provider."""
     sampling: Sampling | None = None
-    """What replaces the agent's own sampling parameters."""
+    """Replaces the agent's own sampling parameters."""
     connection: Mapping[str, str] = field(default_factory=dict)
-    """What replaces the model's own address, key and format: `base_url`, `model_api_key_name`, `model_api_format`."""
+    """Replaces the model's own address, key and format: `base_url`, `model_api_key_name`, `model_api_format`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class TrialSpec:
 
 @dataclass(frozen=True, slots=True)
 class TrialServices:
-    """What trials share: a backend, the images, and the gateway if agents need a model."""
+    """The services that trials share: a backend, the images, and the gateway if agents need a model."""
 
     backend: Backend
     images: TrialImages

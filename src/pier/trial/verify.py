@@ -9,7 +9,10 @@ in what the agent left.
     pristine     agent's state   outcome
     reward       no reward       the agent broke its own grading: 0 for each key, with a note
     no reward    no reward       no verdict, the task's fault
-    either       reward          no verdict, a flake: retryable
+    either       0 or less       that reward, with a note
+    either       above 0         no verdict, a flake: retryable
+
+A zero of the second run stands, since an agent could otherwise void it by breaking only the first one.
 
 A fault of the machine, its disk or its network is never the agent's. The pristine run comes between the other two, so
 that an outage would have to come and go twice to look like the agent's doing.
@@ -17,6 +20,7 @@ that an outage would have to come and go twice to look like the agent's doing.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -30,11 +34,11 @@ from pier.errors import PathError, PierError, SandboxError, VerifierError
 from pier.network.policy import NONE, Decision, OnDecision
 from pier.redact import Redactor
 from pier.sandbox.contract import LOST, Change, Sandbox
-from pier.sandbox.tree.pack import SKIPPED
+from pier.sandbox.tar import SKIPPED
 from pier.task import TaskStep, resolve_env
 from pier.tree import Tree
 from pier.trial.agent import phase_seconds
-from pier.trial.collect import Collected, collect, hand_over, seal_artifacts, take_logs
+from pier.trial.collect import Collected, collect, hand_over, seal_artifacts, space_for, take_logs
 from pier.trial.environment import TaskSandbox, prepare_step, wait_until_healthy
 from pier.trial.plan import StepNetwork, agent_plan, pier_setting, verifier_plan
 from pier.trial.record import TrialRecord, limit
@@ -245,7 +249,8 @@ class _SeparateTests(_Tests):
         starter = self.environment.starter
         plan = verifier_plan(starter.task, self.index, starter.choice, starter.environ)
         graded.starting = True
-        async with starter.open(plan, self.network.verifier, name, watch=watch) as (sandbox, workdir):
+        room = await asyncio.to_thread(space_for, self.artifacts) if collected else 0
+        async with starter.open(plan, self.network.verifier, name, watch=watch, room=room) as (sandbox, workdir):
             graded.starting = False
             graded.notes += await hand_over(
                 sandbox, collected, self.artifacts, workdir=workdir, record=self.environment.record
@@ -345,15 +350,16 @@ async def _reach_verdict(tests: _Tests, graded: Graded, directory: Path, record:
         await tests.in_agents_state(again.graded, directory / again.logs)
     graded.runs.append(_shown(again, record))
     _decide(graded, first, pristine, again)
-    record.log("the agent broke its own grading: reward 0")
+    record.log(graded.notes[-1].detail)
 
 
 def _decide(graded: Graded, first: _Run, pristine: _Run, again: _Run) -> None:
-    """Give `graded` the zeros of an agent that broke its grading, or raise the error with its blame instead."""
-    error = first.error
-    if again.error is None:
+    """Give `graded` the zero of the second run, or those of an agent that broke its grading; else raise the error with
+    its blame."""
+    error, rewards = first.error, again.graded.rewards
+    if rewards is not None and _is_positive(rewards):
         raise VerifierError(
-            f"the tests gave no reward and then {again.graded.rewards} for the same state; the first time: {error}",
+            f"the tests gave no reward and then {rewards} for the same state; the first time: {error}",
             code="verifier_flaky",
             blame="infra",
             retryable=True,
@@ -362,6 +368,13 @@ def _decide(graded: Graded, first: _Run, pristine: _Run, again: _Run) -> None:
         raise VerifierError(
             f"the tests could not reach {lost}: {error}", code="verifier_network", blame="infra", retryable=True
         ) from error
+    if rewards is not None:
+        graded.rewards, graded.compared = rewards, again.graded.compared
+        graded.notes += again.graded.notes
+        graded.notes.append(
+            Note("no_reward", f"the tests gave this reward when they ran again; the first time: {error}")
+        )
+        return
     if pristine.error is not None:
         if isinstance(error, VerifierError) and error.blame == "task":
             raise error
@@ -370,6 +383,11 @@ def _decide(graded: Graded, first: _Run, pristine: _Run, again: _Run) -> None:
     graded.notes.append(
         Note("no_reward", f"the tests give a reward without the agent's work, and none with it, tried twice: {error}")
     )
+
+
+def _is_positive(rewards: Rewards) -> bool:
+    """Whether rewards are more than a zero: by the key `reward`, where there are others as well."""
+    return rewards.get("reward", max(rewards.values(), default=0)) > 0
 
 
 def network_faults(first: NetworkUse, pristine: NetworkUse, again: NetworkUse, *, reward: bool) -> str:

@@ -1,1 +1,1 @@
-"""What is done before, while and after a task's tests decide, so that the verdict can be trusted."""
+"""Steps before, during and after a task's tests that make the verdict trustworthy."""

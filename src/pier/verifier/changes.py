@@ -12,9 +12,11 @@ files stay.
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -57,14 +59,14 @@ def limited(notes: list[Note]) -> list[Note]:
 
 
 def changed_since(before: Iterable[Change], after: Iterable[Change]) -> list[Change]:
-    """What happened between two looks at a sandbox."""
+    """The difference between two snapshots of a sandbox."""
     old = {change.path: change for change in before}
     gone = [Change(path, "removed") for path in old.keys() - {change.path for change in after}]
     return [change for change in after if old.get(change.path) != change] + gone
 
 
 STARTUP = frozenset(f"{stem}customize{end}" for stem in ("site", "user") for end in (".py", ".pyc", ".so"))
-PYTEST = frozenset({"conftest.py", "pytest.ini", "pytest.toml", ".pytest.ini"})
+PYTEST = frozenset({"conftest.py", "pytest.ini", "pytest.toml", ".pytest.ini", ".pytest.toml"})
 
 _DEMOS = frozenset({"test", "tests", "this", "antigravity", "idlelib", "turtledemo", "__main__"})
 _INSTALLED = frozenset(
@@ -100,12 +102,15 @@ _RUNNER_PATHS = re.compile(
     r"/(node_modules/(\.bin/)?(jest|vitest|mocha|ava|tap|karma|playwright)(/package\.json)?|\.cargo/config(\.toml)?)$"
 )
 _SECTIONS = {
-    "pyproject.toml": re.compile(rb"^\s*\[\s*tool\.pytest\b", re.MULTILINE),
-    "setup.cfg": re.compile(rb"^\[tool:pytest\]", re.MULTILINE),
-    "tox.ini": re.compile(rb"^\[pytest\]", re.MULTILINE),
-    "entry_points.txt": re.compile(rb"^\[pytest11\]", re.MULTILINE),
-    "package.json": re.compile(rb'"(jest|mocha|ava|vitest)"\s*:\s*[{\[]'),
+    "setup.cfg": re.compile(rb"\[tool:pytest\]"),
+    "tox.ini": re.compile(rb"\[pytest\]"),
+    "entry_points.txt": re.compile(rb"\[pytest11\]"),
 }
+_TABLES = {
+    "pyproject.toml": (tomllib.loads, ("tool",), {"pytest"}),
+    "package.json": (json.loads, (), {"jest", "mocha", "ava", "vitest"}),
+}
+"""How a file is parsed, the table in it, and the keys of test runners there."""
 
 
 def is_read_by_itself(path: str) -> tuple[str, str] | None:
@@ -142,12 +147,22 @@ def import_root(path: str) -> str:
 
 def may_configure(path: str) -> bool:
     """Whether a file may have a section for a test runner, which its content says."""
-    return PurePosixPath(path).name in _SECTIONS
+    return PurePosixPath(path).name in _SECTIONS.keys() | _TABLES.keys()
 
 
 def configures(path: str, content: bytes) -> bool:
-    """Whether a file that `may_configure` has such a section."""
-    return _SECTIONS[PurePosixPath(path).name].search(content) is not None
+    """Whether a file that `may_configure` has such a section. One that cannot be read may have."""
+    name = PurePosixPath(path).name
+    if name in _SECTIONS:
+        return _SECTIONS[name].search(content) is not None
+    parse, way, runners = _TABLES[name]
+    try:
+        table = parse(content.decode("utf-8-sig"))
+        for key in way:
+            table = table.get(key, {})
+        return any(isinstance(table[key], dict | list) for key in runners & table.keys())
+    except (ValueError, RecursionError, AttributeError):
+        return True
 
 
 Action = Literal["note", "remove", "restore"]
@@ -176,7 +191,7 @@ class Suspicion:
 
 
 def judge(changed: Iterable[Change], *, workdir: str) -> list[Suspicion]:
-    """What of `changed` could steer a verifier."""
+    """The entries of `changed` that could steer a verifier."""
     found = (_judge(change, workdir) for change in sorted(changed, key=lambda change: change.path))
     return [suspicion for suspicion in found if suspicion is not None]
 
@@ -231,8 +246,9 @@ class JudgedArtifact:
     dropped: bool = False
 
 
-def judge_artifact(kept: Tree, place: str, source: str) -> JudgedArtifact:
-    """Judge what was collected to `place` below `kept` and comes from `source`, an absolute path in the sandbox."""
+def judge_artifact(kept: Tree, place: str, source: str, workdir: str = "/") -> JudgedArtifact:
+    """Judge what was collected to `place` below `kept` and comes from `source`, an absolute path in the sandbox.
+    `workdir` is where the verifier runs."""
     found = kept.find(place)
     if found is None or found.kind == "other":
         return JudgedArtifact(dropped=True)
@@ -258,7 +274,7 @@ def judge_artifact(kept: Tree, place: str, source: str) -> JudgedArtifact:
             judged[path] = entry
             continue
         left_out.add(entry.path[len(place) :].lstrip("/"))
-    return JudgedArtifact(frozenset(left_out), (*notes, *_steering(kept, judged)))
+    return JudgedArtifact(frozenset(left_out), (*notes, *_steering(kept, judged, {source, workdir})))
 
 
 def _left_out(path: str, leads: str, why: str = "it leads out of it") -> Note:
@@ -286,8 +302,11 @@ def _leads_out(path: str, leads: str, source: str) -> bool:
     return ups > depth or ".." in parts[ups:]
 
 
-def _steering(kept: Tree, judged: dict[str, Entry]) -> Iterator[Note]:
+def _steering(kept: Tree, judged: dict[str, Entry], searched: set[str]) -> Iterator[Note]:
+    """Notes on files that the verifier may load by itself. In a package the names of modules are free, as long as it is
+    not one of the directories that are `searched`; those of test runners never are."""
     packages = {str(PurePosixPath(path).parent) for path in judged if PurePosixPath(path).name == "__init__.py"}
+    packages -= searched
     for path, entry in judged.items():
         if entry.kind == "directory":
             continue
@@ -295,7 +314,7 @@ def _steering(kept: Tree, judged: dict[str, Entry]) -> Iterator[Note]:
             yield Note(known[0], known[1], path)
         elif may_configure(path) and entry.kind == "file" and _configures(kept, entry):
             yield Note("runner", "it configures a test runner", path)
-        elif (module := shadowed_module(path)) is not None and import_root(path) not in packages:
+        elif (module := shadowed_module(path)) and (module in _INSTALLED or import_root(path) not in packages):
             yield Note("module", f"Python may import this in place of the module {module}", path)
 
 

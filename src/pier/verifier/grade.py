@@ -129,7 +129,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {key!r} comes twice")
+            raise ValueError(f"duplicate key {key!r}")
         found[key] = value
     return found
 
@@ -172,7 +172,7 @@ TakeRewards = Callable[[], Awaitable[RewardFiles | None]]
 
 @dataclass(frozen=True, slots=True)
 class TestPlan:
-    """What to run. `tests` are uploaded over one another; none if the image brings them (`bundled`)."""
+    """The tests to run. `tests` are uploaded over one another; none if the image brings them (`bundled`)."""
 
     tests: tuple[Path, ...]
     workdir: str
@@ -230,12 +230,12 @@ async def _prepare(sandbox: Sandbox, plan: TestPlan) -> list[str]:
         try:
             script = await sandbox.read_file(path)
         except (FileNotFoundError, SandboxError) as error:
-            raise TaskError(f"the verifier's image brings no {path}: {error}", code="no_tests") from error
+            raise TaskError(f"the verifier's image has no {path}: {error}", code="no_tests") from error
         await sandbox.write_file(path, script, mode=0o755)
     else:
         holders = [tests for tests in plan.tests if (tests / plan.script).is_file()]
         if not holders:
-            raise TaskError(f"the task brings no tests/{plan.script}", code="no_tests")
+            raise TaskError(f"the task has no tests/{plan.script}", code="no_tests")
         try:
             for tests in plan.tests:
                 program = plan.script if tests == holders[-1] else None
@@ -277,5 +277,5 @@ def _explained(error: VerifierError, result: Result) -> VerifierError:
     """The error with how the tests ended, which is what a task's author looks for first."""
     ending = f"ended with exit code {result.exit_code}"
     if result.out_of_memory or result.out_of_disk:
-        ending = "ran out of memory" if result.out_of_memory else "wrote more than their limit on disk"
+        ending = "ran out of memory" if result.out_of_memory else "exceeded their disk limit"
     return VerifierError(f"{error.message}; the tests {ending}", code=error.code, hint=error.hint, blame=error.blame)

@@ -44,7 +44,7 @@ def _pack(folders: tuple[tuple[str, int], ...]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Secured:
-    """What was found and undone. `compared`: the sandbox could say which files changed. `view` is where the tests must
+    """The changes that were found and undone. `compared`: the sandbox lists changes. `view` is where the tests must
     run if processes of the agent do, and `changed` what differed from the image then."""
 
     notes: tuple[Note, ...] = ()
@@ -71,7 +71,7 @@ async def secure(
     keep_processes: bool = True,
     tests: Iterable[Path] = (),
 ) -> Secured:
-    """Isolate the verifier from what runs, or kill that; undo what was planted; see to it that the verifier's
+    """Isolate the verifier from running processes, or kill them; undo planted files; ensure that the verifier's
     directories are empty. `before` is what differed from the image when the agent began, `tests` are to be uploaded."""
     view, notes = await _isolate(sandbox, tests) if keep_processes else (None, await _kill(sandbox))
     after = await sandbox.changes()

@@ -1,14 +1,82 @@
-"""Charts as plain data for SVG: places in a drawing of fixed size, with round ticks. The numbers are those of
-`pier.job`."""
+"""Grids of a job with one cell per task and agent, and charts as plain data for SVG: places in a drawing of fixed size,
+with round ticks. The numbers are those of `pier.figures`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from pier.job.figures import spread
+from pier.figures import Interval, Totals, confidence, main_reward, spread
+from pier.job.view import TrialRow
+
+Standing = Literal["passed", "partial", "failed", "error", "running", "pending", "unfinished", "broken"]
+"""`error` is a trial without a verdict because of a fault; `partial` has a main reward between 0 and 1."""
+
+FAILURES: tuple[Standing, ...] = ("failed", "partial", "error", "broken")
+
+
+def standing_of(row: TrialRow) -> Standing:
+    """How a trial stands, in one word."""
+    if row.outcome is None:
+        return row.state if row.state != "done" else "unfinished"
+    value = main_reward(row.outcome.rewards)
+    if row.outcome.rewards is None:
+        return "error" if row.outcome.fault else "unfinished"
+    if value is None:
+        return "partial"
+    return "passed" if value >= 1 else "partial" if value > 0 else "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class GridCell:
+    """The trials of one agent with one model on one task. `cost` and `seconds` are means over trials that ended."""
+
+    task: str
+    dataset: str
+    agent: str
+    model: str | None
+    n_trials: int
+    n_verdicts: int
+    n_passed: int
+    n_open: int
+    mean: float | None
+    interval: Interval | None
+    cost: float | None
+    seconds: float | None
+    errors: dict[str, int]
+
+
+def grid(rows: Iterable[TrialRow]) -> list[GridCell]:
+    """One cell for each task and agent, in the order of the trials."""
+    groups: dict[tuple[str, str, str, str | None], list[TrialRow]] = defaultdict(list)
+    for row in rows:
+        groups[row.task, row.dataset, row.agent, row.model].append(row)
+    return [_cell(*key, each) for key, each in groups.items()]
+
+
+def _cell(task: str, dataset: str, agent: str, model: str | None, rows: Sequence[TrialRow]) -> GridCell:
+    outcomes = [row.outcome for row in rows if row.outcome is not None]
+    totals = Totals.of(outcomes)
+    values = [value for each in outcomes if (value := main_reward(each.rewards)) is not None]
+    return GridCell(
+        task=task,
+        dataset=dataset,
+        agent=agent,
+        model=model,
+        n_trials=len(rows),
+        n_verdicts=totals.verdicts,
+        n_passed=sum(value >= 1 for value in values),
+        n_open=len(rows) - len(outcomes),
+        mean=totals.mean.value,
+        interval=confidence([values]),
+        cost=totals.cost_per_trial,
+        seconds=totals.seconds_per_trial,
+        errors=dict(totals.errors),
+    )
+
 
 WIDTH, HEIGHT = 460, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 14, 40
@@ -59,11 +127,11 @@ def cost_against_score(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | 
     """One point for each agent and model: what a trial cost on average, and its mean reward with the interval."""
     points: list[dict[str, Any]] = []
     for number, group in enumerate(groups):
-        cost, done = group["cost"], group["n_done"]
-        if group["main_mean"] is None or not done or cost["known"] is None or cost["unknown"]:
+        cost = group["cost"]["per_trial"]
+        if group["main_mean"] is None or cost is None:
             continue
         found = group["main_interval"] or {"low": group["main_mean"], "high": group["main_mean"]}
-        point = {"cost": cost["known"] / done, "mean": group["main_mean"], "low": found["low"], "high": found["high"]}
+        point = {"cost": cost, "mean": group["main_mean"], "low": found["low"], "high": found["high"]}
         points.append({**point, "label": _label(group), "series": number % 8})
     if not points:
         return None
@@ -86,7 +154,7 @@ def bars(values: Sequence[float], label: str) -> dict[str, Any] | None:
     low, high = (found.low, found.high) if span else (found.low - (abs(found.low) or 1), found.high + (found.high or 1))
     x = Scale(low, high, LEFT, WIDTH - RIGHT)
     y = Scale(0.0, float(max(found.counts)), HEIGHT - BOTTOM, TOP)
-    width = span / len(found.counts) if span else (high - low) / 8
+    width = found.width if span else (high - low) / 8
     rects: list[dict[str, Any]] = []
     for number, count in enumerate(found.counts):
         start = found.low + number * width if span else found.low - width / 2

@@ -22,7 +22,7 @@ from pier.errors import UsageError
 from pier.files import write, write_json
 from pier.redact import REDACTED, Redactor
 from pier.secret import FORMS, is_never_secret, looks_random, secret_values, secrets_in_text
-from pier.tree import Tree, TreeError
+from pier.tree import Tree
 from pier.view.index import Index, TrialListFilter
 from pier.view.library import Library, NotFoundError
 from pier.view.pages import Page, Pages
@@ -213,11 +213,9 @@ class Export:
         """Put the recordings themselves into the page: a page on disk may not read another file."""
         with Tree(self.library.trial(job, name, known=True).directory.resolve()) as tree:
             for cast in casts:
-                try:
-                    text = self.cleaner.text(tree.read(cast["path"], _CAST_LIMIT).decode(errors="replace"))
-                except (OSError, TreeError):
-                    continue
-                cast["data"] = "data:text/plain;base64," + base64.b64encode(text.encode()).decode()
+                if (text := tree.read_text(cast["path"], _CAST_LIMIT)) is not None:
+                    encoded = base64.b64encode(self.cleaner.text(text).encode()).decode()
+                    cast["data"] = f"data:text/plain;base64,{encoded}"
 
     def _rendered(self, links: FileLinks, **more: Any) -> Iterator[tuple[str, Page, str]]:
         for path, page in self._wanted():

@@ -21,7 +21,7 @@ PICTURES = {
 }
 LOG_BYTES = 200_000
 LISTED = 2_000
-_JSON_LIMIT, _LINES_LIMIT = 64 << 20, 2_000_000
+JSON_LIMIT, _LINES_LIMIT = 64 << 20, 2_000_000
 _LINES_BEFORE, _LINES_SHOWN, _LONGEST_LINE = 200, 1_000, 20_000
 
 
@@ -57,14 +57,6 @@ def read_text(tree: Tree, path: str, *, tail: bool = True, limit: int = LOG_BYTE
     return about | {"text": data.decode(errors="replace")}
 
 
-def read_json(tree: Tree, path: str) -> Any:
-    """The value in a JSON file; None if it is missing, too large or broken."""
-    try:
-        return _parsed(tree.read(path, _JSON_LIMIT))
-    except (OSError, TreeError):
-        return None
-
-
 def json_lines(tree: Tree, path: str) -> list[dict[str, Any]]:
     """The objects in the first lines of a file of JSON lines; lines that are broken are skipped."""
     text = (read_text(tree, path, tail=False, limit=_LINES_LIMIT) or {}).get("text", "")
@@ -81,8 +73,7 @@ def _parsed(text: str | bytes) -> Any:
 
 def read_tests(tree: Tree, folder: str) -> list[dict[str, Any]]:
     """The tests of a CTRF report (common test report format)."""
-    report = read_json(tree, f"{folder}/ctrf.json")
-    results = report.get("results") if isinstance(report, dict) else None
+    results = (tree.read_object(f"{folder}/ctrf.json", JSON_LIMIT) or {}).get("results")
     tests = results.get("tests") if isinstance(results, dict) else None
     keys = ("name", "status", "duration", "message", "trace")
     rows = [each for each in tests if isinstance(each, dict)] if isinstance(tests, list) else []

@@ -1,7 +1,7 @@
 """A SQLite index of jobs and trials, so that a list of a hundred thousand trials opens at once.
 
 Job directories stay the truth: the file can be deleted at any time and is made again. A job is read again when its
-files have changed, and then only rows that differ are written. Numbers are those of `pier.job`, kept as they were
+files have changed, and then only rows that differ are written. Numbers are those of `pier.figures`, kept as they were
 computed. Transcripts are added to the full-text index when a search asks for them.
 """
 
@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pier.figures import Totals, confidence, describe, main_reward
 from pier.home import pier_home
-from pier.job.figures import FAILURES, GridCell, grid, main_interval, main_summary, standing_of
-from pier.job.results import Totals, describe, main_reward
-from pier.job.view import JobView, ResultGroup, TrialRow
+from pier.job.view import JobView, ResultGroup, TrialRow, rewards_by_task
+from pier.view.charts import FAILURES, GridCell, grid, standing_of
 from pier.view.library import Library, NotFoundError
 
-_VERSION = 1
+_VERSION = 2
 _SCHEMA = """
 CREATE TABLE jobs (id INTEGER PRIMARY KEY, name TEXT UNIQUE, stamp TEXT, state TEXT, created TEXT, n INTEGER,
     mean REAL, cost REAL, errors INTEGER, version INTEGER, data TEXT);
@@ -310,7 +310,7 @@ class Index:
             return [tuple(row) for row in rows]
 
     def trial_map(self, path: Path, stamp: str) -> tuple[str | None, str | None]:
-        """What was kept about a trajectory file: the map of it and its outline."""
+        """The kept map and outline of a trajectory file."""
         with self.connect() as db:
             found = db.execute("SELECT map, outline FROM maps WHERE path = ? AND stamp = ?", (str(path), stamp))
             kept, outline = found.fetchone() or (None, None)
@@ -385,8 +385,7 @@ def _trial_data(row: sqlite3.Row) -> dict[str, Any]:
 def job_data(name: str, view: JobView, rows: Sequence[TrialRow]) -> dict[str, Any]:
     """A job in numbers, as its page and the list of jobs show it."""
     totals = view.totals if len(rows) == len(view.trials) else Totals.of(row.outcome for row in rows)
-    interval = main_interval(view) if rows else None
-    seconds = sum(row.outcome.seconds for row in rows if row.outcome)
+    interval = confidence([values for values in rewards_by_task(rows).values() if values])
     return {
         "name": name,
         "directory": str(view.directory),
@@ -404,14 +403,13 @@ def job_data(name: str, view: JobView, rows: Sequence[TrialRow]) -> dict[str, An
         "mean": totals.mean.value,
         "interval": asdict(interval) if interval else None,
         **_used(totals),
-        "trial_seconds": seconds,
+        "trial_seconds": totals.seconds,
         "groups": [_group_data(group) for group in view.groups],
     }
 
 
 def _group_data(group: ResultGroup) -> dict[str, Any]:
-    mean, interval = main_summary(group.summary)
-    outcomes = [row.outcome for row in group.trials if row.outcome]
+    mean, interval = group.summary.main
     return {
         "key": group.key,
         "agent": group.agent,
@@ -422,11 +420,12 @@ def _group_data(group: ResultGroup) -> dict[str, Any]:
         "main_mean": mean,
         "main_interval": asdict(interval) if interval else None,
         **_used(group.totals),
-        "seconds": sum(each.seconds for each in outcomes) / len(outcomes) if outcomes else None,
+        "seconds": group.totals.seconds_per_trial,
     }
 
 
 def _used(totals: Totals) -> dict[str, Any]:
-    """What trials cost, their tokens, and their errors by blame."""
+    """The cost of trials, their tokens, and their errors by blame."""
     cost = {"known": totals.cost.known, "unknown": totals.cost.unknown, "text": str(totals.cost)}
+    cost["per_trial"] = totals.cost_per_trial
     return {"cost": cost, "tokens": asdict(totals.tokens), "errors": dict(totals.errors)}

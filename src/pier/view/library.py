@@ -1,4 +1,4 @@
-"""What `pier view PATH` shows: a directory of jobs, one job, one trial, a workspace, or a single trajectory file.
+"""The content of `pier view PATH`: a directory of jobs, one job, one trial, a workspace, or a single trajectory file.
 
 All of them are read as jobs with trials, so every page works for each. Names come from URLs: a name that is not an
 entry of the directory finds nothing, and no link is followed.
@@ -111,7 +111,7 @@ class Library:
         return found is not None and found.kind == "directory"
 
     def stamp(self, name: str, *, deep: bool) -> str:
-        """What changes when a job does. Trials of other programs are looked at one by one only if `deep`."""
+        """A stamp that changes when a job does. Trials of other programs are looked at one by one only if `deep`."""
         directory = self.root / name
         parts = [_stamp(directory / file) for file in (JOURNAL, RESULT, LOCK, CONFIG)]
         owner = current_owner(directory) if parts[0] else None

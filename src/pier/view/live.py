@@ -103,7 +103,7 @@ async def follow(watcher: IndexWatcher, pages: Pages, job: str | None, trial: st
 
 
 def _state(watcher: IndexWatcher, pages: Pages, job: str | None, trial: str | None) -> str:
-    """What a page shows, in so far as a change of it matters."""
+    """The state of a page: the page is loaded again when it changes."""
     if job is None:
         return json.dumps({"version": watcher.index.version, "indexing": watcher.indexing})
     found = pages.index.job(job)

@@ -14,8 +14,8 @@ from urllib.parse import unquote
 from pydantic_core import to_jsonable_python
 
 from pier.errors import UsageError
+from pier.figures import compare
 from pier.job.report import comparison_sides, config_differences, side_data
-from pier.job.results import compare
 from pier.job.view import LOG, rewards_by_task
 from pier.review.read import heat_map, list_runs, read_job_analysis
 from pier.tree import Tree

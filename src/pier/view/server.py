@@ -100,7 +100,7 @@ class Viewer:
 
     @property
     def address(self) -> str:
-        """What to open in a browser."""
+        """The address to open in a browser."""
         start = self.pages.library.start
         return f"{self.origin}{start}" + (f"?token={self.token}" if self.token else "")
 
@@ -152,7 +152,7 @@ class Viewer:
             raise web.HTTPUnauthorized(text="open the address with the token that `pier view` printed\n")
 
     def _hosts(self, asked: str) -> set[str]:
-        """What may stand in `Host`. A server on every address is also reached by any address of the machine; a page
+        """The accepted values of `Host`. A server on every address is also reached by any address of it; a page
         that leads another name here still has another name there."""
         names = {*LOOPBACK} if self.host in LOOPBACK else {self.host}
         if self.host in EVERYWHERE:

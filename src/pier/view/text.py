@@ -219,6 +219,6 @@ def _diff_line(line: str) -> str:
 
 
 def edit(old: str, new: str, limit: int = CLIP) -> Clip:
-    """What an edit changed, as a diff."""
+    """An edit as a diff."""
     found = unified("", *(f"{text.removesuffix(chr(10))}\n" for text in (old, new)))
     return diff("\n".join(found.removesuffix("\n").split("\n")[2:]), limit)

@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from pier.job.results import main_reward
-from pier.job.view import CONFIG, LOCK, RESULT, TRIAL_LOG, TrialView
+from pier.figures import main_reward
+from pier.job.view import CONFIG, LOCK, RESULT, TRIAL_LOG, TrialView, step_places
 from pier.record.reader import Call, Recording, call_times
 from pier.record.reader import read as read_recording
 from pier.review.read import critiques_of, read_analysis
@@ -24,7 +24,7 @@ from pier.trajectory.paged import PagedTrajectory
 from pier.tree import Tree, TreeError
 from pier.trial.diff import CHANGES
 from pier.view.cards import diff_files, edits_of, loose_subs, mark_side_calls, step_card, sub_agents
-from pier.view.files import PICTURES, file_row, files_below, json_lines, read_json, read_lines, read_tests, read_text
+from pier.view.files import JSON_LIMIT, PICTURES, file_row, files_below, json_lines, read_lines, read_tests, read_text
 from pier.view.index import Index
 from pier.view.library import NotFoundError
 from pier.view.notes import read_notes
@@ -66,7 +66,7 @@ class TrialPage:
         return self.view.directory
 
     def head(self) -> dict[str, Any]:
-        """What every tab shows."""
+        """The data that every tab shows."""
         view, row = self.view, self.row
         result, outcome = view.result, view.outcome
         info, used = (result.pier, result.agent_result) if result else (None, None)
@@ -155,8 +155,7 @@ class TrialPage:
     def places(self, tree: Tree) -> list[tuple[str, str]]:
         """The parts of a trial that have a directory each: the name of the step, if the task has steps, and the path
         before each file."""
-        steps = [entry.path for entry in tree.listed("steps") if entry.kind == "directory"]
-        return [("", ""), *((step.partition("/")[2], f"{step}/") for step in steps)]
+        return [(place.removeprefix("steps/").rstrip("/"), place) for place in step_places(tree)]
 
     # Steps
 
@@ -275,8 +274,8 @@ class TrialPage:
                         "tests": read_tests(tree, folder),
                         "output": read_text(tree, f"{folder}/test-stdout.txt"),
                         "errors": read_text(tree, f"{folder}/test-stderr.txt"),
-                        "details": read_json(tree, f"{folder}/reward.json")
-                        or read_json(tree, f"{folder}/reward-details.json"),
+                        "details": tree.read_json(f"{folder}/reward.json", JSON_LIMIT)
+                        or tree.read_json(f"{folder}/reward-details.json", JSON_LIMIT),
                         "files": [file_row(entry) for entry in entries],
                     }
                 )
@@ -317,7 +316,7 @@ class TrialPage:
         with self.tree() as tree:
             places = self.places(tree)
             files = [file_row(entry) for entry in files_below(tree, places, "artifacts")]
-            manifests = [read_json(tree, f"{prefix}artifacts/manifest.json") for _, prefix in places]
+            manifests = [tree.read_json(f"{prefix}artifacts/manifest.json", JSON_LIMIT) for _, prefix in places]
             for each in files:
                 kind = Path(each["path"]).suffix.lower()
                 if kind in PICTURES:
@@ -353,7 +352,9 @@ class TrialPage:
 
     def tab_config(self, _: Mapping[str, str]) -> dict[str, Any]:
         with self.tree() as tree:
-            return {"files": {name: read_json(tree, name) for name in (CONFIG, LOCK, RESULT) if tree.find(name)}}
+            return {
+                "files": {name: tree.read_json(name, JSON_LIMIT) for name in (CONFIG, LOCK, RESULT) if tree.find(name)}
+            }
 
     def _casts(self) -> list[dict[str, Any]]:
         if self.index.library.file is not None:

@@ -16,9 +16,9 @@ from pier.wire.contract import (
     REMOVED,
     AnswerProgress,
     BadRequest,
-    BadResponse,
     Dialect,
     Route,
+    as_count,
     compact,
     error_text,
     fresh_id,
@@ -33,9 +33,8 @@ from pier.wire.contract import (
     result_parts,
     sign,
     split_results,
-    take,
     unsign,
-    whole,
+    without,
     write_sampling,
 )
 from pier.wire.sse import EventParser, EventRenderer, sse
@@ -101,13 +100,15 @@ _FIELDS = (
     *("model", "messages", "system", "tools", "tool_choice", "stream", "thinking", "output_config"),
     *_SAMPLING.values(),
 )
+_DELTAS: dict[Any, tuple[str, str]] = {
+    **dict.fromkeys((Text, Refusal), ("text_delta", "text")),
+    Reasoning: ("thinking_delta", "thinking"),
+    ToolCall: ("input_json_delta", "partial_json"),
+}
+"""The type of the delta of a part, and the field with the text."""
 _STRING = {"type": "string"}
 _CLIENT_SIDE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    "bash": (
-        "Run a command in a persistent bash session.",
-        {"command": _STRING, "restart": {"type": "boolean"}},
-        [],
-    ),
+    "bash": ("Run a command in a persistent bash session.", {"command": _STRING, "restart": {"type": "boolean"}}, []),
     "text_editor": (
         "View, create and edit files. Commands: view, create, str_replace, insert.",
         {
@@ -249,7 +250,7 @@ def render_tool(tool: Tool) -> dict[str, Any]:
 
 
 def parse_choice(raw: Any) -> tuple[ToolChoice | None, bool | None]:
-    """The choice, and whether parallel calls are allowed; Anthropic says it the other way round."""
+    """The choice, and whether parallel calls are allowed; Anthropic's field is the negation."""
     if not isinstance(raw, dict):
         return None, None
     disabled = raw.get("disable_parallel_tool_use")
@@ -269,16 +270,6 @@ def render_choice(choice: ToolChoice | None, parallel: bool | None, has_tools: b
     return rendered
 
 
-def read_usage(raw: Any) -> Usage:
-    """Anthropic counts cache reads and writes separately from the input; here the input includes them."""
-    if not isinstance(raw, dict):
-        return Usage()
-    names = ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
-    fresh, said, cached, written = (whole(raw.get(name)) for name in names)
-    total = None if fresh is None else fresh + (cached or 0) + (written or 0)
-    return Usage(total, said, cached_tokens=cached, cache_write_tokens=written)
-
-
 def render_usage(usage: Usage) -> dict[str, Any]:
     cached, written = usage.cached_tokens or 0, usage.cache_write_tokens or 0
     return {
@@ -292,10 +283,8 @@ def render_usage(usage: Usage) -> dict[str, Any]:
 class AnthropicParser(EventParser):
     """`message_start`, one block after the other, `message_delta`, `message_stop`."""
 
-    dialect = "anthropic"
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, dialect: Dialect) -> None:
+        super().__init__(dialect)
         self._block: dict[str, Any] | None = None
         self._pieces: list[str] = []
         self._signatures: list[str] = []
@@ -307,7 +296,7 @@ class AnthropicParser(EventParser):
             case "message_start":
                 message = data["message"]
                 self._usage.update(message.get("usage") or {})
-                yield from self._begin(message.get("id"), message.get("model"), read_usage(self._usage))
+                yield from self._begin(message.get("id"), message.get("model"), self.dialect.read_usage(self._usage))
             case "content_block_start":
                 yield from self._start_block(dict(data["content_block"]))
             case "content_block_delta":
@@ -321,7 +310,8 @@ class AnthropicParser(EventParser):
             case "message_stop":
                 self.done = True
                 native, sequence = self._stop
-                yield TurnEnd(read_stop(native, self._has_calls), read_usage(self._usage), native, sequence)
+                stop, usage = read_stop(native, self._has_calls), self.dialect.read_usage(self._usage)
+                yield TurnEnd(stop, usage, native, sequence)
             case "ping":
                 yield Ping()
             case "error":
@@ -345,7 +335,7 @@ class AnthropicParser(EventParser):
         if self._block is None:
             raise ValueError("a delta outside of any block")
         kind = delta.get("type")
-        text = delta.get({"text_delta": "text", "input_json_delta": "partial_json"}.get(str(kind), "thinking")) or ""
+        text = delta.get(dict(_DELTAS.values()).get(str(kind), "thinking")) or ""
         if kind == "signature_delta":
             self._signatures.append(delta.get("signature") or "")
         elif self._open is None:
@@ -364,19 +354,19 @@ class AnthropicParser(EventParser):
             yield from self._whole(Opaque("anthropic", block))
             return
         yield from self._grow("", "".join(self._signatures) or None)
-        yield from self._shut()
+        yield from self._end_part()
 
 
 class AnthropicRenderer(EventRenderer):
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
+    def __init__(self, dialect: Dialect, request: Request) -> None:
+        super().__init__(dialect, request)
         self._index = -1
 
     def keep_alive(self) -> bytes:
         return _event({"type": "ping"})
 
     def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
-        return _event(error_body(status, message, kind))
+        return _event(self.dialect.error_body(status, message, kind))
 
     def _begin(self, start: TurnStart) -> bytes:
         message = _message(start.id, self._request, [], None, None, start.usage or Usage())
@@ -399,17 +389,10 @@ class AnthropicRenderer(EventRenderer):
         return _event({"type": "content_block_start", "index": self._index, "content_block": block}) + self._more(text)
 
     def _grow(self, text: str) -> bytes:
-        match self._part:
-            case Text() | Refusal():
-                return self._delta({"type": "text_delta", "text": text})
-            case Reasoning():
-                return self._delta({"type": "thinking_delta", "thinking": text})
-            case ToolCall():
-                return self._delta({"type": "input_json_delta", "partial_json": text})
-            case _:
-                return b""
+        kind, field = _DELTAS[type(self._part)]
+        return self._delta({"type": kind, field: text})
 
-    def _shut(self) -> bytes:
+    def _end_part(self) -> bytes:
         data = b""
         if isinstance(self._part, Reasoning) and not self._part.redacted:
             signed = Reasoning("", self._signature, self._part.origin)
@@ -437,10 +420,6 @@ def _message(
     return {**head, "content": content, **end}
 
 
-def error_body(status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": _ERRORS[kind][0], "message": message}, "request_id": None}
-
-
 class Anthropic(Dialect):
     name = "anthropic"
     parser, renderer = AnthropicParser, AnthropicRenderer
@@ -457,6 +436,8 @@ class Anthropic(Dialect):
     likely_path = re.compile("/v1/messages")
     key_header = "x-api-key"
     headers = {"anthropic-version": "2023-06-01"}  # noqa: RUF012
+    client_headers = "anthropic-version anthropic-beta anthropic-dangerous-direct-browser-access x-app x-claude-code-*"
+    client_query = re.compile("beta=true")
     answer_field = "content"
     preludes = ("message_start", "ping")
     sampling_names = _SAMPLING
@@ -471,16 +452,22 @@ class Anthropic(Dialect):
     local_tools = re.compile(r"custom|(bash|text_editor|computer|memory)_\d+|tool_search_tool_\w+")
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
-        return error_body(status, message, kind)
+        return {"type": "error", "error": {"type": _ERRORS[kind][0], "message": message}, "request_id": None}
 
     def read_usage(self, raw: Any) -> Usage:
-        return read_usage(raw)
+        """Anthropic counts cache reads and writes separately from the input; here the input includes them."""
+        if not isinstance(raw, dict):
+            return Usage()
+        names = ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        fresh, output, cached, written = (as_count(raw.get(name)) for name in names)
+        total = None if fresh is None else fresh + (cached or 0) + (written or 0)
+        return Usage(total, output, cached_tokens=cached, cache_write_tokens=written)
 
     def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
         choice, parallel = parse_choice(body.get("tool_choice"))
         output = body.get("output_config")
         output = output if isinstance(output, dict) else {}
-        rest, wanted = take(output, "effort", "format"), output.get("format")
+        rest, wanted = without(output, "effort", "format"), output.get("format")
         schema = wanted if isinstance(wanted, dict) and wanted.get("type") == "json_schema" else None
         system = parse_parts(body.get("system"), parse_block)
         return Request(
@@ -494,7 +481,7 @@ class Anthropic(Dialect):
             response_format=ResponseFormat(schema.get("schema")) if schema else None,
             stream=bool(body.get("stream")),
             dialect=self.name,
-            extra={**take(body, *_FIELDS), **({"output_config": rest} if rest else {})},
+            extra={**without(body, *_FIELDS), **({"output_config": rest} if rest else {})},
         )
 
     def _render_request(self, request: Request) -> dict[str, Any]:
@@ -518,15 +505,10 @@ class Anthropic(Dialect):
         return {**extra, **compact(body)}
 
     def _parse_response(self, body: Mapping[str, Any]) -> Turn:
-        content = body.get("content")
-        if not isinstance(content, list):
-            raise BadResponse(f"the provider's answer has no content: {error_text(dict(body))[:200]}")
-        parts = tuple(parse_parts(content, parse_block))
-        native = body.get("stop_reason")
-        stop, usage = read_stop(native, any(isinstance(part, ToolCall) for part in parts)), body.get("usage")
-        return Turn(
-            parts, stop, read_usage(usage), body.get("id"), body.get("model"), native, body.get("stop_sequence")
-        )
+        parts, native = tuple(parse_parts(body["content"], parse_block)), body.get("stop_reason")
+        stop = read_stop(native, any(isinstance(part, ToolCall) for part in parts))
+        usage, sequence = self.read_usage(body.get("usage")), body.get("stop_sequence")
+        return Turn(parts, stop, usage, body.get("id"), body.get("model"), native, sequence)
 
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
         content = [block for part in turn.parts if (block := render_part(part, answer=True))]
@@ -548,7 +530,7 @@ class Anthropic(Dialect):
     def model_body(self, model: str) -> dict[str, Any]:
         return {"type": "model", "id": model, "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
 
-    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
+    def progress_of(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         match event.get("type"):
             case "message_start":
                 return AnswerProgress(usage=(event.get("message") or {}).get("usage"))

@@ -8,6 +8,7 @@ body of the conversation had already is compared, not read again: a turn costs w
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from json.decoder import WHITESPACE, JSONDecoder, scanstring  # pyright: ignore[reportAttributeAccessIssue]
@@ -18,8 +19,8 @@ from pier.wire.contract import BadRequest
 ARRAYS = frozenset({"messages", "input", "contents", "tools", "system"})
 """The top-level arrays whose elements come again in the next call."""
 
-MOST_VALUES = 4_000_000
-"""JSON values of a body, as `count_values` counts them: a context window of text in CSV has fewer."""
+MOST_VALUES = 1_000_000
+"""JSON values of a body."""
 
 Span = tuple[int, int]
 
@@ -48,7 +49,7 @@ class Array:
     values: list[Any]
     spans: tuple[Span, ...]
     separator: str | None
-    """What stands between all elements; None if it is not always the same."""
+    """The text between two elements; None if it is not always the same."""
 
 
 Earlier = MutableMapping[tuple[str, str], Array]
@@ -64,7 +65,7 @@ class Body:
     fields: Mapping[str, Span] = field(default_factory=dict)
     arrays: Mapping[str, tuple[Array, int]] = field(default_factory=dict)
     grown: Mapping[str, tuple[Array, int]] = field(default_factory=dict)
-    """Of which earlier array, and how many of its elements, an array begins with."""
+    """For each array that begins like an earlier one: the earlier array, and the number of shared elements."""
     raw: bytes | None = None
 
     def encode(self) -> bytes:
@@ -96,10 +97,29 @@ def dump(value: Any) -> bytes:
         return json.dumps(value).encode()
 
 
-def count_values(raw: bytes) -> int:
-    """About how many JSON values a body has, without parsing it: its commas and opening brackets, of which those in
-    strings count too."""
+def count_values(raw: bytes, enough: int = MOST_VALUES) -> int:
+    """About how many JSON values a body has, without parsing it: its commas and opening brackets. Those in strings
+    count too unless there are more than `enough`."""
+    count = _count(raw)
+    return count if count <= enough else _count(_STRING.sub(b"", raw))
+
+
+def _count(raw: bytes) -> int:
     return len(raw) - len(raw.translate(None, b"[{,"))
+
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_NARROW, _HALF = bytes(range(0xC4)), bytes(range(0xF0))
+
+
+def memory_of(raw: bytes, values: int) -> int:
+    """About how many bytes a body takes up while it is parsed, recorded and sent: its bytes twice, its text three times
+    in one, two or four bytes a character as its widest one needs, and its values."""
+    width = 1 if not raw.translate(None, _NARROW) else 2 if not raw.translate(None, _HALF) else 4
+    return len(raw) * (2 + 3 * width) + _PER_VALUE * values
+
+
+_PER_VALUE = 256
 
 
 def parse(raw: bytes, earlier: Earlier | None = None) -> Body:
@@ -146,7 +166,7 @@ def _parse(raw: bytes, earlier: Earlier) -> Body:
 
 
 def _common(text: str, first: int, known: Array | None) -> tuple[Array | None, int]:
-    """How many elements of an earlier array the one at `first` begins with, and that array if there are any."""
+    """The earlier array and the number of its elements that the array at `first` begins with; else None and 0."""
     if known is None or not known.spans:
         return None, 0
     if text.startswith(known.text, first):

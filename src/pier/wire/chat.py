@@ -18,10 +18,10 @@ from pier.wire.contract import (
     REMOVED,
     AnswerProgress,
     BadRequest,
-    BadResponse,
     Dialect,
     ParsedMessage,
     Route,
+    as_count,
     compact,
     data_url,
     error_text,
@@ -34,8 +34,7 @@ from pier.wire.contract import (
     parse_parts,
     read_sampling,
     result_parts,
-    take,
-    whole,
+    without,
     write_sampling,
 )
 from pier.wire.faults import error_in
@@ -79,6 +78,7 @@ _SAMPLING = {
     **{name: name for name in ("frequency_penalty", "logprobs", "top_logprobs")},
     "effort": "reasoning_effort",
 }
+_DELTAS: dict[Any, str] = {Text: "content", Refusal: "refusal", Reasoning: "reasoning_content"}
 _NEW_MAX = re.compile(r"(^|/)(o[1-9]|gpt-[5-9]|codex)", re.IGNORECASE)
 _FIELDS = (
     *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "n"),
@@ -109,42 +109,33 @@ LOCAL_FIELDS = """
 """
 
 
-def read_usage(raw: Any) -> Usage:
-    """Usage in Chat's or Responses' words, with the extras of DeepSeek (cache hits) and OpenRouter (cost)."""
-    if not isinstance(raw, Mapping):
-        return Usage()
-    prompt = _table(raw, "prompt_tokens_details", "input_tokens_details")
-    completion = _table(raw, "completion_tokens_details", "output_tokens_details")
-    cached = whole(prompt.get("cached_tokens"))
-    cost = raw.get("cost")
-    return Usage(
-        input_tokens=whole(raw.get("prompt_tokens", raw.get("input_tokens"))),
-        output_tokens=whole(raw.get("completion_tokens", raw.get("output_tokens"))),
-        cached_tokens=cached if cached is not None else whole(raw.get("prompt_cache_hit_tokens")),
-        cache_write_tokens=whole(prompt.get("cache_write_tokens")),
-        reasoning_tokens=whole(completion.get("reasoning_tokens")),
-        cost_usd=float(cost) if isinstance(cost, int | float) and 0 <= cost < math.inf else None,
-    )
-
-
 def _table(raw: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
     found = next((raw[name] for name in names if raw.get(name)), None)
     return found if isinstance(found, Mapping) else {}
 
 
-def error_body(status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
-    type_, code = _ERROR_TYPES[kind]
-    return {"error": {"message": message, "type": type_, "param": None, "code": code}}
-
-
 class OpenAI(Dialect):
-    """What the two dialects of OpenAI share."""
+    """The common part of OpenAI's two dialects."""
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
-        return error_body(status, message, kind)
+        type_, code = _ERROR_TYPES[kind]
+        return {"error": {"message": message, "type": type_, "param": None, "code": code}}
 
     def read_usage(self, raw: Any) -> Usage:
-        return read_usage(raw)
+        """Usage by the names of Chat or Responses, with the extras of DeepSeek (cache hits) and OpenRouter (cost)."""
+        if not isinstance(raw, Mapping):
+            return Usage()
+        prompt = _table(raw, "prompt_tokens_details", "input_tokens_details")
+        completion = _table(raw, "completion_tokens_details", "output_tokens_details")
+        cached, cost = as_count(prompt.get("cached_tokens")), raw.get("cost")
+        return Usage(
+            input_tokens=as_count(raw.get("prompt_tokens", raw.get("input_tokens"))),
+            output_tokens=as_count(raw.get("completion_tokens", raw.get("output_tokens"))),
+            cached_tokens=cached if cached is not None else as_count(raw.get("prompt_cache_hit_tokens")),
+            cache_write_tokens=as_count(prompt.get("cache_write_tokens")),
+            reasoning_tokens=as_count(completion.get("reasoning_tokens")),
+            cost_usd=float(cost) if isinstance(cost, int | float) and 0 <= cost < math.inf else None,
+        )
 
     def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
         message = error_text(body)
@@ -285,7 +276,7 @@ def render_tool(tool: Tool) -> dict[str, Any]:
 
 
 def parse_choice(raw: Any) -> ToolChoice | None:
-    """In Chat's words, or in those of Responses, which has no table around a name."""
+    """In the format of Chat, or in that of Responses, which has no object around a name."""
     if raw in ("auto", "none"):
         return ToolChoice(raw)
     if raw == "required":
@@ -398,10 +389,8 @@ def _render_call(call: ToolCall) -> dict[str, Any]:
 class ChatParser(EventParser):
     """Chunks to deltas. The end is held back until `[DONE]` or the close, since usage comes after the finish reason."""
 
-    dialect = "chat"
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, dialect: Dialect) -> None:
+        super().__init__(dialect)
         self._call_key: int | None = None
         self._details: list[dict[str, Any]] = []
         self._finish: tuple[Any, Any] | None = None
@@ -413,7 +402,7 @@ class ChatParser(EventParser):
             return
         yield from self._begin(data.get("id"), data.get("model"))
         if data.get("usage"):
-            self._usage = read_usage(data["usage"])
+            self._usage = self.dialect.read_usage(data["usage"])
         choices = data.get("choices") or []
         choice = choices[0] if choices else {}
         if tokens := parse_tokens(data, choice):
@@ -421,7 +410,7 @@ class ChatParser(EventParser):
         yield from self._on_delta(choice.get("delta") or {})
         if choice.get("finish_reason"):
             self._finish = (choice["finish_reason"], choice.get("stop_reason"))
-            yield from self._shut()
+            yield from self._end_part()
             self.done = True
 
     def on_close(self) -> Iterator[Delta]:
@@ -445,11 +434,6 @@ class ChatParser(EventParser):
         for fragment in delta.get("tool_calls") or ():
             yield from self._on_call(fragment)
 
-    def _add(self, part: Part, text: str) -> Iterator[Delta]:
-        if not self._is_open(part):
-            yield from self._start(part)
-        yield from self._grow(text)
-
     def _on_call(self, fragment: Mapping[str, Any]) -> Iterator[Delta]:
         custom = fragment.get("type") == "custom" or "custom" in fragment
         body = fragment.get("custom" if custom else "function") or {}
@@ -467,11 +451,11 @@ class ChatParser(EventParser):
         if text:
             yield from self._grow(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False))
 
-    def _shut(self) -> Iterator[Delta]:
+    def _end_part(self) -> Iterator[Delta]:
         if self._details and self._open and isinstance(self._open[1], Reasoning):
             yield from self._grow("", json.dumps(self._details, ensure_ascii=False))
             self._details = []
-        yield from super()._shut()
+        yield from super()._end_part()
 
 
 def _merge_detail(details: list[dict[str, Any]], new: Any) -> None:
@@ -500,8 +484,8 @@ def stream_error(data: Mapping[str, Any]) -> StreamError:
 class ChatRenderer(EventRenderer):
     """Chunks of one choice, then usage, then `[DONE]`."""
 
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
+    def __init__(self, dialect: Dialect, request: Request) -> None:
+        super().__init__(dialect, request)
         self._id = fresh_id("chatcmpl-")
         self._created = int(time.time())
         self._calls = -1
@@ -509,9 +493,6 @@ class ChatRenderer(EventRenderer):
     def keep_alive(self) -> bytes:
         # Without a blank line after it this is not an event, so even careless clients do not try to decode it.
         return b": keep-alive\n"
-
-    def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
-        return sse(error_body(status, message, kind))
 
     def _begin(self, start: TurnStart) -> bytes:
         self._id = start.id or self._id
@@ -524,18 +505,10 @@ class ChatRenderer(EventRenderer):
         return self._more(part.text) if isinstance(part, Text | Reasoning | Refusal) else b""
 
     def _grow(self, text: str) -> bytes:
-        match self._part:
-            case Text():
-                return self._chunk({"content": text})
-            case Refusal():
-                return self._chunk({"refusal": text})
-            case Reasoning():
-                return self._chunk({"reasoning_content": text})
-            case ToolCall(custom=custom):
-                kind, field = ("custom", "input") if custom else ("function", "arguments")
-                return self._chunk({"tool_calls": [{"index": self._calls, kind: {field: text}}]})
-            case _:
-                return b""
+        if isinstance(self._part, ToolCall):
+            kind, field = ("custom", "input") if self._part.custom else ("function", "arguments")
+            return self._chunk({"tool_calls": [{"index": self._calls, kind: {field: text}}]})
+        return self._chunk({_DELTAS[type(self._part)]: text})
 
     def _end(self, end: TurnEnd) -> bytes:
         choice = {"stop_reason": end.stop_sequence} if end.stop_sequence is not None else {}
@@ -559,6 +532,11 @@ class Chat(OpenAI):
     name = "chat"
     parser, renderer = ChatParser, ChatRenderer
     path = "/v1/chat/completions"
+    client_headers = """
+        openai-beta http-referer x-title x-openrouter-* x-session-affinity x-parent-session-id agent-session-id
+        x-initiator x-interaction-type x-dashscope-* x-msh-* x-grok-*
+    """
+    client_query = re.compile(r"api-version=[\w.-]{1,32}")
     routes = (
         ("POST", "(?:/api)?(?:/v1)?/chat/completions", "generate"),
         ("GET", "(?:/api)?(?:/v1)?/models", "models"),
@@ -599,7 +577,7 @@ class Chat(OpenAI):
             stream=bool(body.get("stream")),
             stream_usage=bool(isinstance(options, dict) and options.get("include_usage")),
             dialect=self.name,
-            extra=take(body, *_FIELDS),
+            extra=without(body, *_FIELDS),
         )
 
     def _render_request(self, request: Request) -> dict[str, Any]:
@@ -618,16 +596,13 @@ class Chat(OpenAI):
         return {**(request.extra if request.dialect == self.name else {}), **compact(body)}
 
     def _parse_response(self, body: Mapping[str, Any]) -> Turn:
-        choices = body.get("choices")
-        if not isinstance(choices, list) or not choices:
-            raise BadResponse(f"the provider's answer has no choices: {error_text(dict(body))[:200]}")
-        choice = need_dict(choices[0], "a choice")
+        choice = need_dict(body["choices"][0], "a choice")
         parts = tuple(parse_assistant(need_dict(choice.get("message"), "message")))
         native, matched = choice.get("finish_reason"), choice.get("stop_reason")
         return Turn(
             parts=parts,
             stop=read_stop(native, matched, any(isinstance(part, ToolCall) for part in parts)),
-            usage=read_usage(body.get("usage")),
+            usage=self.read_usage(body.get("usage")),
             id=body.get("id"),
             model=body.get("model"),
             native_stop=native,
@@ -651,7 +626,7 @@ class Chat(OpenAI):
             }
         )
 
-    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
+    def progress_of(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         choices, usage = event.get("choices") or (), event.get("usage")
         error = event if "error" in event and "choices" not in event else None
         finished = any(isinstance(choice, dict) and choice.get("finish_reason") for choice in choices)

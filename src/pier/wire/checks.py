@@ -1,4 +1,4 @@
-"""What may reach a provider: requests that can be recorded, and, when a trial has no internet, a closed book.
+"""Limits on requests to a provider: they can be recorded and, when a trial has no internet, reach only the model.
 
 Providers offer tools that run on their side: web search, fetching of URLs, code containers, remote MCP servers, stored
 files. `close_book` takes them out of a request and reports what it took. Fields, tools and sources are kept by the
@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pier.wire.contract import REMOVED, WRONG, BadRequest, Dialect
+from pier.wire.contract import PARSE_ERRORS, REMOVED, BadRequest, Dialect
 from pier.wire.dialects import DIALECTS
 from pier.wire.turn import DialectName, Edit, Sampling
 
@@ -27,7 +27,7 @@ def close_book(dialect: DialectName, body: Mapping[str, Any]) -> tuple[dict[str,
     `BadRequest` if its tools have an unknown shape."""
     try:
         return _close_book(DIALECTS[dialect], body)
-    except WRONG as error:
+    except PARSE_ERRORS as error:
         raise BadRequest(f"the body is not of the {dialect} dialect: {error}") from error
 
 

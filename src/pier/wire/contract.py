@@ -1,4 +1,4 @@
-"""What a dialect is: everything that pier must know about one way to talk to models over HTTP.
+"""The contract of a dialect: everything that pier must know about one API for models over HTTP.
 
 A dialect is one module with a subclass of `Dialect`, and a line in `pier.wire.dialects`. All of it is pure: bytes and
 parsed JSON in, bytes and JSON out. Agents, providers and models may send anything: a body that cannot be read as the
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 RouteKind = Literal["generate", "count_tokens", "models", "model", "probe", "unknown"]
 REMOVED = "[A remote file was left out: this session has no internet.]"
-WRONG = (TypeError, AttributeError, LookupError, ValueError, RecursionError)
-"""What reading a value as something that it is not may raise."""
+PARSE_ERRORS = (TypeError, AttributeError, LookupError, ValueError, RecursionError)
+"""The exceptions of reading a value as a type that it does not have."""
 
 
 class BadRequest(UsageError):
@@ -61,7 +61,7 @@ class BadResponse(ProviderError):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a method and path mean. `stream` and `model` are set where the path says it (Gemini); else the body does."""
+    """The meaning of a method and path. `stream` and `model` are set where the path has them (Gemini), not the body."""
 
     dialect: DialectName
     kind: RouteKind
@@ -73,14 +73,14 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class AnswerProgress:
-    """What one event of a stream says about the whole answer."""
+    """The progress of an answer that one event of its stream reports."""
 
     usage: Any = None
     """Counts as on the wire."""
     content: bool = False
     """It holds a part of an answer; reported where the end alone does not say that there was one."""
     finished: bool = False
-    """The model's turn is over, whether or not the stream says so properly."""
+    """The model's turn is over, with or without a proper end of the stream."""
     done: bool = False
     """It is the dialect's proper last event."""
     error: Json | None = None
@@ -108,8 +108,8 @@ class Dialect:
     likely_path: re.Pattern[str] = re.compile("(?!)")
     """Paths that only its clients ask for, also those that it does not have."""
 
-    def is_likely(self, path: str, headers: Mapping[str, str]) -> bool:
-        """Whether a client of this dialect most likely sent a request."""
+    def is_likely(self, path: str, headers: frozenset[str]) -> bool:
+        """Whether a client of this dialect most likely sent a request, by its path and the names of its headers."""
         return any(name in headers for name in self.likely_headers) or self.likely_path.match(path) is not None
 
     def parse_request(self, body: Mapping[str, Any], route: Route | None = None) -> Request:
@@ -118,26 +118,28 @@ class Dialect:
             request = self._parse_request(body, route)
         except BadRequest:
             raise
-        except WRONG as error:
+        except PARSE_ERRORS as error:
             raise BadRequest(f"the body is not of the {self.name} dialect: {error}") from error
-        if problem := fault(request):
+        if problem := type_error_in(request):
             raise BadRequest(f"the body is not of the {self.name} dialect: {problem}")
         return request
 
     def render_request(self, request: Request) -> dict[str, Any]:
         try:
             return self._render_request(request)
-        except WRONG as error:
-            raise BadRequest(f"the request cannot be said in the {self.name} dialect: {error}") from error
+        except PARSE_ERRORS as error:
+            raise BadRequest(f"cannot express the request in the {self.name} dialect: {error}") from error
 
     def parse_response(self, body: Mapping[str, Any]) -> Turn:
         try:
+            if missing := self.missing_in(body):
+                raise BadResponse(f"the provider's answer has no {missing}: {error_text(dict(body))[:200]}")
             turn = self._parse_response(body)
         except BadResponse:
             raise
-        except (BadRequest, *WRONG) as error:
+        except (BadRequest, *PARSE_ERRORS) as error:
             raise BadResponse(f"the provider's answer is not of the {self.name} dialect: {error}") from error
-        if problem := fault(turn):
+        if problem := type_error_in(turn):
             raise BadResponse(f"the provider's answer is not of the {self.name} dialect: {problem}")
         return turn
 
@@ -157,10 +159,10 @@ class Dialect:
     renderer: type[EventRenderer]
 
     def stream_parser(self) -> EventParser:
-        return self.parser()
+        return self.parser(self)
 
     def stream_renderer(self, request: Request, route: Route | None = None) -> EventRenderer:
-        return self.renderer(request)
+        return self.renderer(self, request)
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
         raise NotImplementedError
@@ -183,9 +185,19 @@ class Dialect:
     key_header: str | None = None
     """Where a key goes; None for `Authorization: Bearer`."""
     headers: Mapping[str, str] = {}
-    """What every request to a provider has."""
+    """Headers of every request to a provider."""
+    client_headers: str = ""
+    """Names of headers that its clients send and a provider gets, in lower case, besides the usual ones; `*` stands for
+    the rest of a name. All others are dropped."""
+    client_query: re.Pattern[str] = re.compile("(?!)")
+    """Parameters that its clients send and a provider gets."""
+
+    def is_client_header(self, name: str) -> bool:
+        """Whether this is one of its `client_headers`."""
+        return name_pattern(self.client_headers).fullmatch(name.lower()) is not None
+
     keep_alive: bytes | None = None
-    """What to send in a quiet stream that is relayed; None if the renderer says."""
+    """Bytes to send in a quiet stream that is relayed; None to ask the renderer."""
     ends_at_close = False
     """The last event of a stream looks like those before it, so that only the close says that it was the last."""
 
@@ -218,18 +230,18 @@ class Dialect:
     def read_usage(self, raw: Any) -> Usage:
         raise NotImplementedError
 
-    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
-        """What an event says about the whole answer; None if it only goes on."""
+    def progress_of(self, event: Mapping[str, Any]) -> AnswerProgress | None:
+        """The progress that an event reports; None if the answer only goes on."""
         raise NotImplementedError
 
     def first_event(self, event: Mapping[str, Any]) -> Literal["error", "prelude", "content"]:
-        """What an event at the beginning of a stream is. A prelude only announces an answer, so nothing is lost when
-        the request is sent again after it."""
+        """The kind of an event at the beginning of a stream. A prelude only announces an answer, so nothing is lost
+        when the request is sent again after it."""
         kind = event.get("type")
         return "error" if kind in ("error", "response.failed") else "prelude" if kind in self.preludes else "content"
 
     def missing_in(self, answer: Mapping[str, Any]) -> str | None:
-        """What a whole answer lacks that every answer has; None if it lacks nothing."""
+        """The required field that a whole answer lacks; None if it lacks none."""
         return None if isinstance(answer.get(self.answer_field), list) else self.answer_field
 
     # Translation
@@ -256,14 +268,14 @@ class Dialect:
         return request
 
     def private_system(self, text: str) -> str | None:
-        """Why a system text is for this dialect's providers only; None if it is for every model."""
+        """The reason why a system text is for this dialect's providers only; None if it is for every model."""
         return None
 
     def as_function(self, tool: Tool) -> Tool | None:
         """A tool of a special type that the agent itself runs, as a function that any model can call; else None."""
         return None
 
-    # What may reach a provider
+    # Limits on requests to a provider
 
     state_fields: tuple[str, ...] = ()
     """Fields that refer to state at the provider."""
@@ -299,8 +311,14 @@ class Dialect:
         return None
 
     def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What stands for a message, item or part that refers to a file elsewhere; None if it does not."""
+        """The replacement of a message, item or part that refers to a file elsewhere; None if it does not."""
         return None
+
+
+@cache
+def name_pattern(names: str) -> re.Pattern[str]:
+    """Matches names of headers, of which `*` stands for the rest of one."""
+    return re.compile("|".join(re.escape(name).replace(r"\*", "[a-z0-9-]{1,64}") for name in names.split()) or "(?!)")
 
 
 _TYPE_NAMES = {
@@ -315,29 +333,34 @@ _TYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class _Allowed:
-    """What a type allows: classes of values, the texts among them (None: all), and what a tuple may hold."""
+    """The values that a type allows: their classes, the texts among them (None: all), and the items of a tuple."""
 
     kinds: frozenset[Any]
     texts: frozenset[str] | None = None
     items: _Allowed | None = None
 
 
-def fault(value: Any, allowed: _Allowed | None = None, where: str = "") -> str | None:
+def type_error_in(value: Any) -> str | None:
     """Where a canonical value holds a value that its type does not allow, as text; None if it does not."""
-    kind, allowed = type(value), allowed or _Allowed(frozenset({type(value)}))
+    problem = _type_error(value, _Allowed(frozenset({type(value)})))
+    return problem.removeprefix(".") if problem else None
+
+
+def _type_error(value: Any, allowed: _Allowed) -> str | None:
+    kind = type(value)
     if kind not in allowed.kinds or (kind is str and allowed.texts is not None and value not in allowed.texts):
-        return f"{where} is {_TYPE_NAMES.get(kind, 'something else')}"
+        return f" is {_TYPE_NAMES.get(kind, 'something else')}"
     if kind is tuple and allowed.items and not (_PLAIN >= allowed.items.kinds >= set(map(type, value))):
         for number, item in enumerate(value):
-            if problem := fault(item, allowed.items, f"{where}[{number}]"):
-                return problem
+            if problem := _type_error(item, allowed.items):
+                return f"[{number}]{problem}"
     elif kind not in _PLAIN:
         for name, inner in _fields(kind):
             held = getattr(value, name)
-            if type(held) in _LEAVES and type(held) in inner.kinds and inner.texts is None:
+            if type(held) in _LEAVES and type(held) in inner.kinds and (inner.texts is None or held in inner.texts):
                 continue
-            if problem := fault(held, inner, f"{where}.{name}" if where else name):
-                return problem
+            if problem := _type_error(held, inner):
+                return f".{name}{problem}"
     return None
 
 
@@ -418,7 +441,7 @@ def wrap_custom(text: str) -> str:
 
 
 def unwrap_custom(raw: str) -> str:
-    """The other way; a model that did not keep to the one field gives its text as it is."""
+    """The reverse of `wrap_custom`; arguments of another shape are returned as they are."""
     try:
         value = json.loads(raw)
     except ValueError:
@@ -433,7 +456,7 @@ _FOREIGN = "pier."
 
 def sign(reasoning: Reasoning, dialect: str) -> str | None:
     """A signature for `reasoning` in `dialect`. One from elsewhere is marked, so that it is never taken for a true one
-    and finds its way home when the client sends it back; so is one that looks like a mark."""
+    and is recognised when the client sends it back; so is one that looks like a mark."""
     if reasoning.origin == dialect and not (reasoning.signature or "").startswith(_FOREIGN):
         return reasoning.signature
     return f"{_FOREIGN}{reasoning.origin or ''}.{reasoning.signature or ''}"
@@ -447,7 +470,7 @@ def unsign(signature: str | None, dialect: str) -> tuple[str | None, str | None]
     return signature or None, dialect if signature else None
 
 
-def take(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
+def without(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """The fields of `body` that are not among `names`."""
     return {key: value for key, value in body.items() if key not in names}
 
@@ -484,7 +507,7 @@ def parse_parts(content: Any, parse: Callable[[dict[str, Any]], Part]) -> list[P
 
 
 def result_parts(parts: Iterable[Part]) -> tuple[Text | Media | Opaque, ...]:
-    """What a tool result may hold."""
+    """The parts that a tool result may hold."""
     return tuple(part for part in parts if isinstance(part, Text | Media | Opaque))
 
 
@@ -539,7 +562,7 @@ def gather_messages(
     return tuple(system), tuple(messages)
 
 
-def whole(value: Any) -> int | None:
+def as_count(value: Any) -> int | None:
     """A count as it was reported; None for an invalid one."""
     return int(value) if type(value) in (int, float) and 0 <= value < 1 << 53 else None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from functools import lru_cache
+from urllib.parse import parse_qsl
 
 from pier.wire.anthropic import Anthropic
 from pier.wire.chat import Chat
@@ -33,11 +34,13 @@ def rollout_in(path: str) -> str | None:
     return found[1] if found else None
 
 
-def recognise(method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]) -> Route:
+@lru_cache(128)
+def recognise(method: str, path: str, query: str = "", headers: frozenset[str] = frozenset()) -> Route:
     """The route of a request, always: of the kind `unknown`, in the caller's likely dialect, when there is none.
 
-    `headers` have lower-case names. Paths are taken as clients really write them: a doubled slash, a doubled or a
-    missing version, a trailing slash. The name of a rollout before them says nothing about the route.
+    `headers` are the names of its headers in lower case. Paths are taken as clients really write them: a doubled
+    slash, a doubled or a missing version, a trailing slash. The name of a rollout before them says nothing about the
+    route.
     """
     clean = re.sub(r"/+", "/", "/" + _ROLLOUT.sub("", path))
     clean = clean.rstrip("/") or "/"
@@ -45,11 +48,12 @@ def recognise(method: str, path: str, query: Mapping[str, str], headers: Mapping
     likely = _likely(clean, headers)
     if clean == "/" and method in ("GET", "HEAD"):
         return Route(likely.name, "probe")
-    routes = (dialect.match(method, clean, query) for dialect in (likely, *DIALECTS.values()))
+    asked = dict(parse_qsl(query))
+    routes = (dialect.match(method, clean, asked) for dialect in (likely, *DIALECTS.values()))
     return next(filter(None, routes), Route(likely.name, "unknown"))
 
 
-def _likely(path: str, headers: Mapping[str, str]) -> Dialect:
+def _likely(path: str, headers: frozenset[str]) -> Dialect:
     known = DIALECTS.values()
     found = (dialect for dialect in known if dialect.is_likely(path, headers))
     by_key = (dialect for dialect in known if dialect.key_header in headers)

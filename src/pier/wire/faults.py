@@ -66,7 +66,7 @@ _STORED = frozenset({"file_id", "fileUri", "file_uri", "vector_store_ids"})
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What an error answer means. `passing`: trying again may help; `asked`: the pause that the provider asks for."""
+    """The meaning of an error answer. `passing`: a retry may help; `asked`: the pause that the provider asks for."""
 
     fault: Fault
     status: int
@@ -77,8 +77,8 @@ class Failure:
 def classify(
     status: int, body: object, headers: Mapping[str, str] | None = None, request: bytes | None = None
 ) -> Failure:
-    """What an error answer means: its status (200 for an error inside an answer), its decoded body, and the request
-    that was sent."""
+    """The meaning of an error answer, from its status (200 for an error inside an answer), its decoded body and the
+    request that was sent."""
     error = error_in(body) or {}
     words = {word.lower() for word in _words(error)}
     text = error.get("message")

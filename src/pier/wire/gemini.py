@@ -21,6 +21,7 @@ from pier.wire.contract import (
     BadResponse,
     Dialect,
     Route,
+    as_count,
     compact,
     dumps,
     error_text,
@@ -33,8 +34,7 @@ from pier.wire.contract import (
     parse_arguments,
     read_sampling,
     split_results,
-    take,
-    whole,
+    without,
     write_sampling,
 )
 from pier.wire.faults import error_in
@@ -104,7 +104,7 @@ _KEPT_TOOLS = ("functionDeclarations", "function_declarations", "computerUse", "
 _THINKS = re.compile(r"gemini-(2\.5|[3-9])")
 _WANTS_SIGNATURES = re.compile(r"gemini-[3-9]")
 _FILLER = "skip_thought_signature_validator"
-"""What Google takes in place of a signature for calls that its model did not make."""
+"""The value that Google accepts as the signature of a call that its model did not make."""
 
 
 def camel(body: Any, what: str) -> dict[str, Any]:
@@ -309,18 +309,6 @@ def parse_system(raw: Any) -> tuple[str, ...]:
     return tuple(part["text"] for part in listed if part.get("text"))
 
 
-def read_usage(raw: Any) -> Usage:
-    """Gemini counts thoughts and tool prompts apart from candidates and prompt; here they are included."""
-    if not isinstance(raw, dict):
-        return Usage()
-    prompt, tools = whole(raw.get("promptTokenCount")), whole(raw.get("toolUsePromptTokenCount"))
-    candidates, thoughts = whole(raw.get("candidatesTokenCount")), whole(raw.get("thoughtsTokenCount"))
-    known_output = candidates is not None or thoughts is not None
-    asked = None if prompt is None else prompt + (tools or 0)
-    said = (candidates or 0) + (thoughts or 0) if known_output else None
-    return Usage(asked, said, whole(raw.get("cachedContentTokenCount")), reasoning_tokens=thoughts)
-
-
 def render_usage(usage: Usage) -> dict[str, Any] | None:
     if usage.total_tokens is None:
         return None
@@ -339,10 +327,8 @@ def render_usage(usage: Usage) -> dict[str, Any] | None:
 class GeminiParser(EventParser):
     """Chunks to deltas, from events or from one JSON array. The end is held back until the close: usage may follow."""
 
-    dialect = "gemini"
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, dialect: Dialect) -> None:
+        super().__init__(dialect)
         self._array: ArrayReader | None = None
         self._sniffed = False
         self._finish: str | None = None
@@ -375,11 +361,11 @@ class GeminiParser(EventParser):
             self.done = True
 
     def on_close(self) -> Iterator[Delta]:
-        yield from self._shut()
+        yield from self._end_part()
         if self._finish is not None:
             native, self._finish = self._finish, None
             stop = "refusal" if self._blocked else read_stop(native, self._has_calls)
-            yield TurnEnd(stop, read_usage(self._usage), native)
+            yield TurnEnd(stop, self.dialect.read_usage(self._usage), native)
 
     def _on_part(self, raw: Mapping[str, Any]) -> Iterator[Delta]:
         if raw.get("text") == "" and raw.get("thought") and not raw.get("thoughtSignature"):
@@ -387,21 +373,17 @@ class GeminiParser(EventParser):
         for part in read_part(raw):
             # A thought's signature comes after its text, in a part without text.
             if isinstance(part, Text | Reasoning) and (part.text or (self._is_open(part) and part != Text(""))):
-                yield from self._add(part)
+                signature = part.signature if isinstance(part, Reasoning) else None
+                blank = Text("") if isinstance(part, Text) else Reasoning("", origin="gemini")
+                yield from self._add(blank, part.text, signature)
+                if signature:
+                    yield from self._end_part()
             else:
                 yield from self._whole(part)
 
-    def _add(self, part: Text | Reasoning) -> Iterator[Delta]:
-        if not self._is_open(part):
-            yield from self._start(Text("") if isinstance(part, Text) else Reasoning("", origin="gemini"))
-        signature = part.signature if isinstance(part, Reasoning) else None
-        yield from self._grow(part.text, signature)
-        if signature:
-            yield from self._shut()
-
 
 class ArrayReader:
-    """Splits a JSON array of objects into the texts of its items, wherever it is cut."""
+    """Splits a JSON array of objects, which arrives in pieces, into the texts of its items."""
 
     def __init__(self) -> None:
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
@@ -422,8 +404,8 @@ class ArrayReader:
 
 
 class GeminiRenderer(EventRenderer):
-    def __init__(self, request: Request, *, sse_form: bool) -> None:
-        super().__init__(request)
+    def __init__(self, dialect: Dialect, request: Request, *, sse_form: bool) -> None:
+        super().__init__(dialect, request)
         self.content_type = self.content_type if sse_form else "application/json"
         self._sse = sse_form
         self._first = True
@@ -434,7 +416,7 @@ class GeminiRenderer(EventRenderer):
         return b"\n"
 
     def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
-        return self._frame(error_body(status, message, kind)) + self._tail()
+        return self._frame(self.dialect.error_body(status, message, kind)) + self._tail()
 
     def _begin(self, start: TurnStart) -> bytes:
         self._id = start.id or self._id
@@ -448,15 +430,11 @@ class GeminiRenderer(EventRenderer):
                 return b""
 
     def _grow(self, text: str) -> bytes:
-        match self._part:
-            case Text() | Refusal():
-                return self._chunk([{"text": text}])
-            case Reasoning():
-                return self._chunk([{"text": text, "thought": True}])
-            case _:
-                return b""
+        if isinstance(self._part, ToolCall):
+            return b""  # a call comes in one piece
+        return self._chunk([{"text": text, **({"thought": True} if isinstance(self._part, Reasoning) else {})}])
 
-    def _shut(self) -> bytes:
+    def _end_part(self) -> bytes:
         match self._part:
             case ToolCall() as call:
                 whole_call = replace(call, arguments="".join(self._text), signature=self._signature)
@@ -498,10 +476,6 @@ def _answer(
     )
 
 
-def error_body(status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
-    return {"error": {"code": status, "message": message, "status": _STATUSES[kind]}}
-
-
 class Gemini(Dialect):
     name = "gemini"
     parser = GeminiParser
@@ -509,6 +483,7 @@ class Gemini(Dialect):
     likely_headers = ("x-goog-api-key", "x-goog-api-client")
     likely_path = re.compile("/v1beta")
     key_header = "x-goog-api-key"
+    client_headers = "x-goog-api-client x-gemini-*"
     ends_at_close = True
     model_in_path = True
     usage_field = "usageMetadata"
@@ -555,8 +530,8 @@ class Gemini(Dialect):
         level, budget = thinking.get("thinkingLevel"), thinking.get("thinkingBudget")
         effort = level.lower() if isinstance(level, str) else None
         wanted = config.get("responseJsonSchema") or config.get("responseSchema")
-        rest = take(config, *_CONFIG)
-        if more := take(thinking, "thinkingBudget", "thinkingLevel"):
+        rest = without(config, *_CONFIG)
+        if more := without(thinking, "thinkingBudget", "thinkingLevel"):
             rest["thinkingConfig"] = more
         return Request(
             model=need_str(model, "model").removeprefix("models/"),
@@ -568,7 +543,7 @@ class Gemini(Dialect):
             response_format=ResponseFormat(wanted) if config.get("responseMimeType") == "application/json" else None,
             stream=bool(route and route.stream),
             dialect=self.name,
-            extra={**take(fields, *_FIELDS), **({"generationConfig": rest} if rest else {})},
+            extra={**without(fields, *_FIELDS), **({"generationConfig": rest} if rest else {})},
         )
 
     def _render_request(self, request: Request) -> dict[str, Any]:
@@ -599,7 +574,7 @@ class Gemini(Dialect):
         raw = [camel(part, "a part") for part in (candidate.get("content") or {}).get("parts") or ()]
         parts = tuple(part for item in raw for part in read_part(item))
         stop = "refusal" if blocked else read_stop(native, any(isinstance(part, ToolCall) for part in parts))
-        usage = read_usage(body.get("usageMetadata"))
+        usage = self.read_usage(body.get("usageMetadata"))
         return Turn(parts, stop, usage, body.get("responseId"), body.get("modelVersion"), native)
 
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
@@ -607,10 +582,10 @@ class Gemini(Dialect):
         return _answer(request, turn.id or fresh_id(""), parts or [{"text": ""}], turn.stop, turn.usage)
 
     def stream_renderer(self, request: Request, route: Route | None = None) -> GeminiRenderer:
-        return GeminiRenderer(request, sse_form=route is None or route.sse)
+        return GeminiRenderer(self, request, sse_form=route is None or route.sse)
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
-        return error_body(status, message, kind)
+        return {"error": {"code": status, "message": message, "status": _STATUSES[kind]}}
 
     def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
         message = error_text(body)
@@ -632,9 +607,16 @@ class Gemini(Dialect):
         return {"totalTokens": tokens}
 
     def read_usage(self, raw: Any) -> Usage:
-        return read_usage(raw)
+        """Gemini counts thoughts and tool prompts apart from candidates and prompt; here they are included."""
+        if not isinstance(raw, dict):
+            return Usage()
+        prompt, tools = as_count(raw.get("promptTokenCount")), as_count(raw.get("toolUsePromptTokenCount"))
+        candidates, thoughts = as_count(raw.get("candidatesTokenCount")), as_count(raw.get("thoughtsTokenCount"))
+        input_ = None if prompt is None else prompt + (tools or 0)
+        output = None if candidates is None and thoughts is None else (candidates or 0) + (thoughts or 0)
+        return Usage(input_, output, as_count(raw.get("cachedContentTokenCount")), reasoning_tokens=thoughts)
 
-    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
+    def progress_of(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         blocked = (event.get("promptFeedback") or {}).get("blockReason")
         ended = any(isinstance(each, dict) and each.get("finishReason") for each in event.get("candidates") or ())
         error = event if "error" in event else None
@@ -691,7 +673,7 @@ def _render_config(request: Request, extra: Mapping[str, Any]) -> dict[str, Any]
         "responseMimeType": "application/json" if wanted else None,
         "responseJsonSchema": wanted.schema if wanted else None,
     }
-    return {**take(extra, "thinkingConfig"), **compact(config)}
+    return {**without(extra, "thinkingConfig"), **compact(config)}
 
 
 def _signed(message: Message) -> Message:

@@ -14,7 +14,7 @@ from json.decoder import JSONDecoder
 from typing import Any
 
 from pier.wire.body import Body, dump
-from pier.wire.contract import AnswerProgress, compact, need_dict, need_list, take
+from pier.wire.contract import AnswerProgress, compact, need_dict, need_list, without
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Failure, classify, error_in
 from pier.wire.sse import MalformedAnswer, data_of, events_of
@@ -25,7 +25,7 @@ _scan = JSONDecoder().scan_once  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class AnswerWatch:
-    """What is known of an answer so far."""
+    """The state of an answer so far."""
 
     def __init__(self, dialect: DialectName) -> None:
         self._dialect = DIALECTS[dialect]
@@ -34,10 +34,10 @@ class AnswerWatch:
         self.done = False
         """The dialect's proper last event was seen."""
         self.finished = False
-        """The model's turn is over, whether or not the stream says so properly."""
+        """The model's turn is over, with or without a proper end of the stream."""
         self.failed: str | None = None
         self.failure: Failure | None = None
-        """What the error means that `failed` is the message of."""
+        """The classified error; `failed` is its message."""
         self.empty = False
         """Whether OpenAI's `[DONE]`, which any server may send, came without an answer before it."""
         self.usage: Usage | None = None
@@ -53,16 +53,11 @@ class AnswerWatch:
                 self.done = self.finished = True
             elif data is not None:
                 value = _decoded(data, before)
-                if isinstance(value, dict) and (progress := self._dialect.look(value)):
+                if isinstance(value, dict) and (progress := self._dialect.progress_of(value)):
                     self._take(progress)
             values.append(value)
             before += len(event)
         return values
-
-    def see_whole(self, value: Mapping[str, Any]) -> None:
-        """A whole answer that was not streamed."""
-        self._count(value.get(self._dialect.usage_field))
-        self.done = self.finished = True
 
     def _take(self, progress: AnswerProgress) -> None:
         self._content |= progress.content
@@ -104,7 +99,7 @@ def _decoded(data: bytes, before: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What was asked for on top, so must be taken out."""
+    """Fields that the gateway requested in addition, to be removed from the answer."""
 
     token_ids: bool = False
     logprobs: bool = False
@@ -127,7 +122,7 @@ class Extras:
                 return None
         drop = [name for name in ("token_ids", "logprobs") if getattr(self, name)]
         if isinstance(kept.get("choices"), list):
-            kept["choices"] = [take(each, *drop) if isinstance(each, dict) else each for each in kept["choices"]]
+            kept["choices"] = [without(each, *drop) if isinstance(each, dict) else each for each in kept["choices"]]
         return kept
 
     def touch(self, block: bytes) -> bool:

@@ -19,7 +19,6 @@ from pier.wire.chat import (
     is_web,
     parse_choice,
     parse_format,
-    read_usage,
     render_choice,
     render_format,
 )
@@ -28,6 +27,7 @@ from pier.wire.contract import (
     AnswerProgress,
     BadRequest,
     BadResponse,
+    Dialect,
     ParsedMessage,
     Route,
     compact,
@@ -43,8 +43,8 @@ from pier.wire.contract import (
     read_sampling,
     result_parts,
     sign,
-    take,
     unsign,
+    without,
     write_sampling,
 )
 from pier.wire.sse import EventParser, EventRenderer, sse
@@ -100,7 +100,7 @@ _REASONING_MODEL = re.compile(r"(^|/)(o\d|codex|gpt-([5-9]|\d\d)(?!.*chat))")
 
 
 def _parse_input_item(item: Mapping[str, Any]) -> ParsedMessage:
-    """What the model said in one go is one message, whatever items it took."""
+    """Consecutive items of the model become one message."""
     kind = item.get("type") or "message"
     if kind == "message":
         parts = parse_parts(item.get("content"), _parse_piece)
@@ -206,7 +206,7 @@ def _render_piece(part: Part) -> dict[str, Any] | None:
 
 
 def render_output(parts: Iterable[Part], *, answer: bool) -> Iterator[dict[str, Any]]:
-    """Items of what the model said; texts next to one another make one message. Ids are given in an `answer` only."""
+    """The items of a model's answer; adjacent texts make one message. Ids are given in an `answer` only."""
     content: list[dict[str, Any]] = []
     for part in parts:
         if isinstance(part, Text | Refusal):
@@ -316,10 +316,8 @@ def render_usage(usage: Usage) -> dict[str, Any] | None:
 class ResponsesParser(EventParser):
     """Events to deltas. Items come from their deltas, or whole from `output_item.done` where a server sent none."""
 
-    dialect = "responses"
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, dialect: Dialect) -> None:
+        super().__init__(dialect)
         self._text_key: tuple[Any, Any] | None = None
         self._grown = False
         self._texts = 0
@@ -354,7 +352,7 @@ class ResponsesParser(EventParser):
                 yield _failure(data)
 
     def _added(self, item: Mapping[str, Any]) -> Iterator[Delta]:
-        yield from self._shut()
+        yield from self._end_part()
         self._texts = 0
         if item.get("type") == "reasoning":
             yield from self._start(Reasoning("", origin="responses", id=item.get("id")))
@@ -366,7 +364,7 @@ class ResponsesParser(EventParser):
     def _on_text(self, part: Text | Refusal, data: Mapping[str, Any]) -> Iterator[Delta]:
         key = (data.get("output_index"), data.get("content_index"))
         if self._open is None or type(self._open[1]) is not type(part) or key != self._text_key:
-            yield from self._shut()
+            yield from self._end_part()
             yield from self._start(part)
             self._text_key = key
             self._texts += 1
@@ -382,7 +380,7 @@ class ResponsesParser(EventParser):
 
     def _item_done(self, item: Mapping[str, Any]) -> Iterator[Delta]:
         if item.get("type") == "message":
-            yield from self._shut()
+            yield from self._end_part()
             for part in [] if self._texts else parse_parts(item.get("content"), _parse_piece):
                 yield from self._whole(part)
             self._texts = 0
@@ -392,16 +390,16 @@ class ResponsesParser(EventParser):
             if not self._grown:
                 yield from self._grow(part.arguments if isinstance(part, ToolCall) else part.text)
             yield from self._grow("", part.signature)
-            yield from self._shut()
+            yield from self._end_part()
         else:
             yield from self._whole(part)
 
     def _end(self, response: Mapping[str, Any]) -> Iterator[Delta]:
         yield from self._begin(response.get("id"), response.get("model"))
-        yield from self._shut()
+        yield from self._end_part()
         self.done = True
         stop, native = read_stop(response, self._has_calls)
-        yield TurnEnd(stop, read_usage(response.get("usage")), native)
+        yield TurnEnd(stop, self.dialect.read_usage(response.get("usage")), native)
 
 
 def _failure(data: Mapping[str, Any]) -> StreamError:
@@ -413,8 +411,8 @@ def _failure(data: Mapping[str, Any]) -> StreamError:
 
 
 class ResponsesRenderer(EventRenderer):
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
+    def __init__(self, dialect: Dialect, request: Request) -> None:
+        super().__init__(dialect, request)
         self._id = fresh_id("resp_")
         self._begun = False
         self._number = 0
@@ -454,7 +452,7 @@ class ResponsesRenderer(EventRenderer):
             return data
         self._item_id = item.get("id") or self._item_id
         if isinstance(part, ToolCall | Reasoning):
-            item = take(item, "encrypted_content")
+            item = without(item, "encrypted_content")
             blank = {"arguments": "", "input": "", "summary": [], "status": "in_progress"}
             item.update({key: value for key, value in blank.items() if key in item})
         data += self._event("response.output_item.added", output_index=len(self._output), item=item)
@@ -482,14 +480,12 @@ class ResponsesRenderer(EventRenderer):
                 return self._on_text("response.refusal.delta", delta=text)
             case Reasoning():
                 return self._on_item("response.reasoning_summary_text.delta", delta=text, **_SUMMARY)
-            case ToolCall(custom=True):
-                return self._on_item("response.custom_tool_call_input.delta", delta=text)
-            case ToolCall():
-                return self._on_item("response.function_call_arguments.delta", delta=text)
-            case _:
-                return b""
+            case part:
+                custom = isinstance(part, ToolCall) and part.custom
+                kind = "custom_tool_call_input" if custom else "function_call_arguments"
+                return self._on_item(f"response.{kind}.delta", delta=text)
 
-    def _shut(self) -> bytes:
+    def _end_part(self) -> bytes:
         part, text = self._part, "".join(self._text)
         match part:
             case None:
@@ -556,11 +552,13 @@ class Responses(OpenAI):
     name = "responses"
     parser, renderer = ResponsesParser, ResponsesRenderer
     path = "/v1/responses"
+    client_headers = """
+        openai-beta originator version session_id session-id conversation_id thread-id x-codex-* x-openai-*
+        x-session-affinity x-parent-session-id x-initiator x-interaction-type
+    """
+    client_query = re.compile(r"api-version=[\w.-]{1,32}")
     counting_path = "/v1/responses/input_tokens"
-    routes = (
-        ("POST", "(?:/v1)?/responses", "generate"),
-        ("POST", "(?:/v1)?/responses/input_tokens", "count_tokens"),
-    )
+    routes = (("POST", "(?:/v1)?/responses", "generate"), ("POST", "(?:/v1)?/responses/input_tokens", "count_tokens"))
     likely_path = re.compile(".*/responses$")
     keep_alive = b'event: keepalive\ndata: {"type":"keepalive","sequence_number":0}\n\n'
     answer_field = "output"
@@ -582,7 +580,7 @@ class Responses(OpenAI):
         raw = [{"role": "user", "content": raw}] if isinstance(raw, str) else raw
         system, messages = gather_messages(raw, "input", _parse_input_item)
         reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
-        more = {"reasoning": take(reasoning, "effort"), "text": take(text, "format")}
+        more = {"reasoning": without(reasoning, "effort"), "text": without(text, "format")}
         return Request(
             model=need_str(body.get("model"), "model"),
             messages=messages,
@@ -594,7 +592,7 @@ class Responses(OpenAI):
             response_format=parse_format(text.get("format")),
             stream=bool(body.get("stream")),
             dialect=self.name,
-            extra={**take(body, *_FIELDS), **{key: value for key, value in more.items() if value}},
+            extra={**without(body, *_FIELDS), **{key: value for key, value in more.items() if value}},
         )
 
     def _render_request(self, request: Request) -> dict[str, Any]:
@@ -616,12 +614,11 @@ class Responses(OpenAI):
         return {**extra, **compact(body)}
 
     def _parse_response(self, body: Mapping[str, Any]) -> Turn:
-        output = body.get("output")
-        if not isinstance(output, list) or body.get("status") == "failed":
+        if body.get("status") == "failed":
             raise BadResponse(f"the provider's answer failed: {error_text(dict(body))[:200]}")
-        parts = tuple(part for item in output for part in _parse_item(need_dict(item, "an output item")))
+        parts = tuple(part for item in body["output"] for part in _parse_item(need_dict(item, "an output item")))
         stop, native = read_stop(body, any(isinstance(part, ToolCall) for part in parts))
-        return Turn(parts, stop, read_usage(body.get("usage")), body.get("id"), body.get("model"), native)
+        return Turn(parts, stop, self.read_usage(body.get("usage")), body.get("id"), body.get("model"), native)
 
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
         output = list(render_output(turn.parts, answer=True))
@@ -630,7 +627,7 @@ class Responses(OpenAI):
     def count_tokens_body(self, tokens: int) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
-    def look(self, event: Mapping[str, Any]) -> AnswerProgress | None:
+    def progress_of(self, event: Mapping[str, Any]) -> AnswerProgress | None:
         kind = event.get("type")
         if kind in ("response.completed", "response.incomplete", "response.failed"):
             response = event.get("response") or {}

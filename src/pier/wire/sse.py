@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pier.wire.contract import WRONG, BadRequest, BadResponse, dumps, fault
+from pier.wire.contract import PARSE_ERRORS, BadRequest, BadResponse, Dialect, dumps, type_error_in
 from pier.wire.turn import (
     Delta,
     ErrorKind,
@@ -21,8 +21,11 @@ from pier.wire.turn import (
     PartEnd,
     PartStart,
     Ping,
+    Reasoning,
+    Refusal,
     Request,
     StreamError,
+    Text,
     ToolCall,
     TurnEnd,
     TurnStart,
@@ -31,7 +34,6 @@ from pier.wire.turn import (
 
 MAX_EVENT = 64 * 1024 * 1024
 SSE = "text/event-stream"
-_ANY_REQUEST = Request("", ())
 _END_OF_EVENT = re.compile(rb"\r?\n\r?\n|\r\r")
 
 
@@ -111,9 +113,8 @@ class EventParser:
     A dialect gives `on_event`, which turns one decoded event into deltas, and sets `done` at its proper end.
     """
 
-    dialect = ""
-
-    def __init__(self) -> None:
+    def __init__(self, dialect: Dialect) -> None:
+        self.dialect = dialect
         self._framer = Framer()
         self._failed = False
         self._started = False
@@ -175,12 +176,12 @@ class EventParser:
         sound: list[Delta] = []
         try:
             for delta in deltas:
-                if problem := fault(delta):
-                    words = f"the provider sent an event that is not of the {self.dialect} dialect: {problem}"
+                if problem := type_error_in(delta):
+                    words = f"the provider sent an event that is not of the {self.dialect.name} dialect: {problem}"
                     return [*sound, self._fail(words)]
                 sound.append(delta)
                 self._failed |= isinstance(delta, StreamError)
-        except (BadRequest, BadResponse, *WRONG) as error:
+        except (BadRequest, BadResponse, *PARSE_ERRORS) as error:
             return [*sound, self._fail(f"the provider sent a broken event ({error}): {text[:120]!r}")]
         return sound
 
@@ -196,7 +197,7 @@ class EventParser:
 
     def _start(self, part: Part) -> Iterator[Delta]:
         """A part begins; the one before it is over."""
-        yield from self._shut()
+        yield from self._end_part()
         self._has_calls |= isinstance(part, ToolCall)
         self._open = (self._count, part)
         self._count += 1
@@ -213,7 +214,13 @@ class EventParser:
         if text or signature:
             yield PartDelta(self._open[0], text, signature)
 
-    def _shut(self) -> Iterator[Delta]:
+    def _add(self, part: Part, text: str, signature: str | None = None) -> Iterator[Delta]:
+        """More of the open part if it is of the same kind as this one; else this one begins."""
+        if not self._is_open(part):
+            yield from self._start(part)
+        yield from self._grow(text, signature)
+
+    def _end_part(self) -> Iterator[Delta]:
         if self._open is not None:
             index, self._open = self._open[0], None
             yield PartEnd(index)
@@ -221,7 +228,7 @@ class EventParser:
     def _whole(self, part: Part) -> Iterator[Delta]:
         """A part that comes in one piece."""
         yield from self._start(part)
-        yield from self._shut()
+        yield from self._end_part()
 
 
 class EventRenderer:
@@ -229,7 +236,8 @@ class EventRenderer:
 
     content_type = SSE
 
-    def __init__(self, request: Request = _ANY_REQUEST) -> None:
+    def __init__(self, dialect: Dialect, request: Request) -> None:
+        self.dialect = dialect
         self._request = request
         self._part: Part | None = None
         self._text: list[str] = []
@@ -245,7 +253,7 @@ class EventRenderer:
                 self._part, self._text, self._signature = part, [], getattr(part, "signature", None)
                 return self._start(part)
             case PartEnd():
-                data = self._shut() if self._part is not None else b""
+                data = self._end_part() if self._part is not None else b""
                 self._part = None
                 return data
             case TurnStart():
@@ -265,10 +273,10 @@ class EventRenderer:
 
     def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
         """The error event that ends this stream."""
-        raise NotImplementedError
+        return sse(self.dialect.error_body(status, message, kind))
 
     def _more(self, text: str) -> bytes:
-        if not text or self._part is None:
+        if not text or not isinstance(self._part, Text | Refusal | Reasoning | ToolCall):
             return b""
         self._text.append(text)
         return self._grow(text)
@@ -281,10 +289,10 @@ class EventRenderer:
         raise NotImplementedError
 
     def _grow(self, text: str) -> bytes:
-        """More text of the open part; never none."""
+        """More text of the open part, which is a text, a refusal, reasoning or a call."""
         raise NotImplementedError
 
-    def _shut(self) -> bytes:
+    def _end_part(self) -> bytes:
         """The open part is over."""
         return b""
 

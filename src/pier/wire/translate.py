@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
-from pier.wire.contract import WRONG, BadRequest, parse_arguments, unwrap_custom, wrap_custom
+from pier.wire.contract import PARSE_ERRORS, BadRequest, parse_arguments, unwrap_custom, wrap_custom
 from pier.wire.dialects import DIALECTS, Dialect
 from pier.wire.turn import (
     Delta,
@@ -357,8 +357,8 @@ def translate(request: Request, target: DialectName, model: str, memory: Memory 
     dialect checks, such as the grammar of a tool, is not what it should be."""
     try:
         return _translate(request, target, model, memory if memory is not None else Memory())
-    except WRONG as error:
-        raise BadRequest(f"the request cannot be said in the {target} dialect: {error}") from error
+    except PARSE_ERRORS as error:
+        raise BadRequest(f"cannot express the request in the {target} dialect: {error}") from error
 
 
 def _translate(request: Request, target: DialectName, model: str, memory: Memory) -> Translation:
@@ -394,7 +394,7 @@ def _translate(request: Request, target: DialectName, model: str, memory: Memory
 def _fit_messages(
     messages: Iterable[Message], names: ToolNames, target: Dialect, memory: Memory, edits: list[Edit]
 ) -> tuple[Message, ...]:
-    """A history that `target` accepts, in the words that its models sampled."""
+    """A history that `target` accepts, with calls and reasoning as its models sampled them."""
     renamed = (_outward(message, names, target) for message in messages)
     restored = [memory.restore(message, target.name) if message.role == "assistant" else message for message in renamed]
     fitted = safe_ids(answer_calls(drop_foreign(restored, target.name, edits), edits))

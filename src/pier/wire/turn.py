@@ -370,7 +370,7 @@ class TurnBuilder:
         return self
 
     def turn(self) -> Turn:
-        """What has come so far, as a turn."""
+        """The deltas so far, as a turn."""
         parts = zip(self._parts, self._texts, self._signatures, strict=True)
         end = self.end or TurnEnd("other", self._start.usage or Usage())
         return Turn(

@@ -80,7 +80,7 @@ class InstalledAgent:
 
     @property
     def programs(self) -> list[str]:
-        """What people type to start it."""
+        """The commands that start it."""
         return [word for word, name in PROGRAMS.items() if name == self.name] or [self.name]
 
     def launch(self, run: AgentRun) -> Launch:

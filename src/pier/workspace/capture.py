@@ -47,7 +47,7 @@ _LOGS = (".jsonl", ".json")
 
 @dataclass(frozen=True, slots=True)
 class CapturedSession:
-    """What is known of a session whose trajectory was written. `source` says where that came from."""
+    """A session whose trajectory was written. `source` says where that came from."""
 
     agent: str
     version: str
@@ -193,7 +193,7 @@ def _from_host(
 ) -> CapturedSession | None:
     if agent is not None and agent not in FINDERS:
         raise UsageError(
-            f"sessions of {agent} are not found by working directory; those of {', '.join(FINDERS)} are",
+            f"cannot find sessions of {agent} by working directory: supported are {', '.join(FINDERS)}",
             hint=f"pier capture --session-dir DIR -a {agent}",
             code="no-session",
         )
@@ -343,7 +343,7 @@ def session_place(workspace: Workspace | None, path: str, scratch: Path) -> Path
     if path == AGENT_LOGS or path.startswith(f"{AGENT_LOGS}/"):
         below = posixpath.normpath(path[len(AGENT_LOGS) :].lstrip("/") or ".")
         if below.startswith(".."):
-            raise UsageError(f"{path} leads out of the agents' logs", code="no-session")
+            raise UsageError(f"{path} is outside of the agents' logs", code="no-session")
         return take_logs(workspace.agent_logs, below, scratch) / below
     fetch(workspace, path, scratch)
     if scratch.is_symlink():

@@ -1,4 +1,4 @@
-"""What changed in a workspace since it was started: the files it began with, compared with those it has now.
+"""The changes in a workspace since it was started: the files it began with, compared with those it has now.
 
 `.pier/seed/files.json` lists every file with its digest; those that are small enough are kept whole, for a diff of
 their lines. No link is followed, since what runs in the sandbox may have made it.
@@ -56,7 +56,7 @@ def keep_seed(workspace: Workspace, source: Path | None = None) -> None:
 
 
 def changes_since_start(workspace: Workspace, source: Path | None = None) -> list[FileChange]:
-    """What differs from the seed, by path."""
+    """The differences from the seed, by path."""
     seed = workspace.pier / SEED
     try:
         known: dict[str, str] = json.loads((seed / INDEX).read_text())
@@ -127,7 +127,7 @@ def _lines(path: str, before: bytes | None, after: bytes | None) -> str:
 
 
 def workspace_changes(workspace: Workspace) -> list[FileChange]:
-    """What changed in the workspace's directory since the start, wherever its files are now."""
+    """The changes in the workspace's directory since the start, wherever its files are now."""
     if workspace.config.mounted or not is_running(workspace):
         return changes_since_start(workspace)
     scratch = new_directory(workspace.pier / "incoming")
@@ -139,7 +139,7 @@ def workspace_changes(workspace: Workspace) -> list[FileChange]:
 
 
 def outside_changes(workspace: Workspace) -> list[dict[str, str]]:
-    """What changed elsewhere in the sandbox since it was started; nothing if it does not run."""
+    """The changes elsewhere in the sandbox since it was started; none if it does not run."""
     if workspace.is_host or not is_running(workspace):
         return []
     return call(workspace, {"op": "outside"})["changes"]

@@ -15,8 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pier.trajectory.native import claude_code, codex, gemini_cli, opencode
-from pier.trajectory.native.assemble import SessionLog, opened, records
+from pier.trajectory.native.assemble import SessionLog, records
+from pier.trajectory.native.databases import OpenCodeReader, opened
+from pier.trajectory.native.gemini import GeminiCliReader
+from pier.trajectory.native.lines import ClaudeCodeReader, CodexReader
 from pier.tree import Tree, TreeError
 
 _HEAD = 50
@@ -50,13 +52,13 @@ def _claude(root: Path, env: Mapping[str, str]) -> Iterator[HostSession]:
     slug = re.sub(r"[^a-zA-Z0-9]", "-", str(root))
     for directory in sorted(projects.iterdir()):
         if directory.name.startswith(slug):
-            for log in claude_code.find(directory):
+            for log in ClaudeCodeReader.find(directory):
                 if _is_below(_first(log.path, "cwd"), root):
                     yield HostSession(log, log.path.stat().st_mtime)
 
 
 def _codex(root: Path, env: Mapping[str, str]) -> Iterator[HostSession]:
-    for log in codex.find(_home(env, "CODEX_HOME", ".codex") / "sessions"):
+    for log in CodexReader.find(_home(env, "CODEX_HOME", ".codex") / "sessions"):
         meta = next(records(log.path), {}).get("payload") or {}
         if _is_below(meta.get("cwd"), root):
             yield HostSession(log, log.path.stat().st_mtime)
@@ -72,7 +74,7 @@ def _gemini(root: Path, env: Mapping[str, str]) -> Iterator[HostSession]:
                 cwd = tree.read(".project_root", 4096).decode(errors="replace").strip()
         except (OSError, TreeError):
             cwd = None
-        for log in gemini_cli.find(directory):
+        for log in GeminiCliReader.find(directory):
             if _is_below(cwd, root) or _first(log.path, "projectHash") == digest:
                 yield HostSession(log, log.path.stat().st_mtime)
 
@@ -84,7 +86,7 @@ def _opencode(root: Path, env: Mapping[str, str]) -> Iterator[HostSession]:
         with opened(path, "session") as database:
             rows = database.execute("SELECT id, directory, time_updated FROM session").fetchall()
         known = {id_: updated / 1000 for id_, cwd, updated in rows if _is_below(cwd, root)}
-        for log in opencode.find(path):
+        for log in OpenCodeReader.find(path):
             if log.id in known:
                 yield HostSession(log, known[log.id])
 

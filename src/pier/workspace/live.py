@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pier.agent.contract import AGENT_LOGS, PACK_PATH, AgentRun, Launch
-from pier.agent.packed import DEFAULT_PATH
+from pier.agent.contract import AGENT_LOGS, DEFAULT_PATH, PACK_PATH, AgentRun, Launch
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import PierError, SandboxError, WorkspaceError
 from pier.files import write
@@ -65,7 +64,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class SandboxUser:
-    """Whom commands run as. `user` None is the image's own; `adopt` gives files to the owner afterwards."""
+    """The user that commands run as. `user` None is the image's own; `adopt` gives files to the owner afterwards."""
 
     user: str | None
     home: str
@@ -84,7 +83,7 @@ class CommandOrder:
 
 @dataclass(slots=True)
 class LiveWorkspace:
-    """What a supervisor holds."""
+    """The parts of a running workspace."""
 
     workspace: Workspace
     environment: TaskSandbox
@@ -291,8 +290,8 @@ async def _recover(workspace: Workspace, starter: SandboxStarter, plan: SandboxP
         image = await starter.get_image(plan)
         if image.digest != config.image_digest:
             raise WorkspaceError(
-                "cannot save what the sandbox of this workspace held when it was not stopped: its image was another",
-                hint=f"start with the image it had (--image, or the task as it was); rm {mark} gives the files up",
+                "cannot save what the sandbox of this workspace held when it was not stopped: its image was different",
+                hint=f"start with the image it had (--image, or the task as it was); rm {mark} discards the files",
                 code="not-recovered",
             )
         try:
@@ -303,7 +302,7 @@ async def _recover(workspace: Workspace, starter: SandboxStarter, plan: SandboxP
             if not isinstance(error, SandboxError) or error.code != "cannot_reopen":
                 raise WorkspaceError(
                     f"cannot save what the sandbox of this workspace held when it was not stopped: {error}",
-                    hint=f"pier start tries again; rm {mark} gives it up",
+                    hint=f"pier start tries again; rm {mark} discards it",
                     code="not-recovered",
                     blame="infra",
                 ) from error

@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class StartOrder:
-    """What `pier start` was asked for. None and empty values leave an existing workspace as it is."""
+    """The arguments of `pier start`. None and empty values leave an existing workspace as it is."""
 
     task: str | None = None
     directory: Path | None = None
@@ -102,7 +102,7 @@ def _makes_new(order: StartOrder) -> bool:
         return False
     if not order.is_new and not order.host:
         raise UsageError(
-            f"{order.directory}: not a workspace, and neither a task nor --image says what to make",
+            f"{order.directory}: not a workspace: expected a task or --image to make one",
             hint=f"pier start TASK -d {order.directory}",
             code="start-what",
         )
@@ -118,7 +118,7 @@ def _existing(order: StartOrder) -> tuple[Workspace, bool]:
         workspace.check_known()
     if order.task is not None and config.task != _task_text(order.task):
         raise WorkspaceError(
-            f"{workspace.root} is a workspace of {config.task or config.image} already",
+            f"{workspace.root} is already a workspace of {config.task or config.image}",
             hint="choose another directory with -d",
             code="other-workspace",
         )
@@ -128,7 +128,7 @@ def _existing(order: StartOrder) -> tuple[Workspace, bool]:
         _check_host(order)
     if not order.mounted and config.mounted:
         raise WorkspaceError(
-            f"cannot apply --no-mount to {workspace.root}: its directory is mounted since its first start",
+            f"cannot apply --no-mount to {workspace.root}: its directory has been mounted since its first start",
             hint="make another workspace: pier start TASK -d DIR --no-mount",
             code="other-workspace",
         )
@@ -236,7 +236,7 @@ def _find_task(text: str, say: Say) -> tuple[Task, dict[str, str] | None]:
     if len(origins) != 1:
         names = ", ".join(origin.path.name for origin in origins[:5])
         raise UsageError(
-            f"{text} holds {len(origins)} tasks; a workspace is of one",
+            f"{text} holds {len(origins)} tasks: expected one",
             hint=f"choose one: {names}" if names else "pier task init DIR makes one",
             code="one-task",
         )
@@ -302,7 +302,7 @@ def _check_place(root: Path, order: StartOrder, task: Task | None) -> None:
         )
     if root.is_dir() and any(root.iterdir()) and not order.force:
         raise WorkspaceError(
-            f"{root} is not empty", hint="-f starts there all the same, and keeps every file", code="not-empty"
+            f"{root} is not empty", hint="-f starts there anyway and keeps every file", code="not-empty"
         )
 
 

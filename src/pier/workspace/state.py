@@ -26,8 +26,7 @@ from pier.errors import SandboxError, StorageError
 from pier.files import write_json
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.contract import Sandbox
-from pier.sandbox.tree.pack import pack_entry
-from pier.sandbox.tree.unpack import unpack
+from pier.sandbox.tar import pack_entry, unpack
 from pier.tree import Tree
 from pier.trial.collect import has_state, keep_state, restore_state
 from pier.trial.environment import SandboxStarter
@@ -46,7 +45,7 @@ _INDEX, _CHANGED = "paths.json", "changed.tar"
 _CHUNK = 1 << 20
 _NOT_KEPT = (TESTS, VERIFIER_LOGS)
 SAVE_FAILURES = (SandboxError, StorageError, OSError, TreeError, tarfile.TarError)
-"""What goes wrong when files of a sandbox are saved."""
+"""The errors of saving files of a sandbox."""
 
 
 def check_directory(path: Path) -> None:
@@ -225,7 +224,7 @@ async def restore(sandbox: Sandbox, directory: Path) -> None:
 
 async def _keep_paths(sandbox: Sandbox, directory: Path) -> None:
     if len(sandbox.services()) > 1:
-        raise SandboxError("what the other services of the task hold cannot be kept", code="no_state", retryable=False)
+        raise SandboxError("the state of the task's other services cannot be kept", code="no_state", retryable=False)
     changes = await sandbox.changes()
     if changes is None:
         raise SandboxError("this backend cannot list what changed", code="no_state", blame="user", retryable=False)

@@ -275,7 +275,7 @@ class Supervisor:
         return {}
 
     async def _outside(self, live: LiveWorkspace) -> dict[str, Any]:
-        """What changed outside of the workspace's directory since the start."""
+        """The changes outside of the workspace's directory since the start."""
         changes = await live.sandbox.changes()
         before = {(change.path, change.mark) for change in live.environment.before or ()}
         workdir = live.environment.workdir

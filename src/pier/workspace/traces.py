@@ -122,7 +122,7 @@ def find_trace(home: Path, name: str | None) -> Path:
 
 @dataclass(slots=True)
 class ExportReport:
-    """What an archive holds, and what was changed on the way into it."""
+    """The content of an archive, and the redactions in it."""
 
     output: Path
     trials: list[str]
@@ -237,7 +237,7 @@ def _add_report(archive: tarfile.TarFile, report: ExportReport) -> None:
 
 
 def trace_rows(views: Iterable[TrialView]) -> list[dict[str, Any]]:
-    """What a list shows of each trial."""
+    """The rows of a list of trials."""
     rows = []
     for view in views:
         used = view.result.agent_result if view.result else None

@@ -50,7 +50,7 @@ _LOOK = 0.1
 
 @dataclass(frozen=True, slots=True)
 class VerifyOrder:
-    """What to verify, and which session's trajectory goes with it. `session_dir` is a path of this machine."""
+    """The step to verify, and the session whose trajectory is saved. `session_dir` is a path of this machine."""
 
     step: str | None = None
     in_place: bool = False
@@ -69,7 +69,7 @@ class VerifyOrder:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What `pier verify` prints of a trial."""
+    """The facts of a trial that `pier verify` prints."""
 
     directory: str
     rewards: dict[str, float] | None

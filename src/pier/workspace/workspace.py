@@ -37,7 +37,7 @@ _SUFFIXES = 1000
 
 
 class WorkspaceConfig(BaseModel):
-    """What a workspace was started with. `task` is a directory or a git reference, `task_path` where it is on this
+    """The settings of a workspace. `task` is a directory or a git reference, `task_path` where it is on this
     machine. Values of secret variables in `env` are empty."""
 
     version: int = 1
@@ -127,7 +127,7 @@ class Workspace:
 
     @property
     def state(self) -> Path:
-        """What belongs to this workspace on this machine alone."""
+        """The part of this workspace that stays on this machine."""
         return workspaces_home() / self.config.id
 
     @classmethod
@@ -188,7 +188,7 @@ class Workspace:
         return "copied" if original is not None and original.config == self.config else "elsewhere"
 
     def settle(self) -> None:
-        """See to it that this machine's part belongs to this directory.
+        """Make this machine's part belong to this directory.
 
         A directory that was moved takes its part along. One that was copied, or came from another machine, gets a part
         and a new id if the id is taken, so that the original is not disturbed."""
@@ -283,7 +283,7 @@ def new_directory(parent: Path) -> Path:
             return path
         except FileExistsError:
             continue
-    raise WorkspaceError(f"cannot make a directory in {parent}: too many of this second")
+    raise WorkspaceError(f"cannot make a directory in {parent}: all names for this second are taken")
 
 
 def workspaces_home() -> Path:

@@ -72,7 +72,7 @@ def _install(what: str, directory: Path) -> Path:
 
 
 def run_tool(command: list[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
-    """Run a package tool and give its output; a failure tells the end of what it said."""
+    """Run a package tool and give its output; a failure shows the end of that."""
     try:
         done = subprocess.run(
             command,

@@ -1,4 +1,4 @@
-"""What programs of a pack need to run in any image: a loader that looks only into the pack, libraries, a shell, CAs.
+"""The parts that programs of a pack need in any image: a loader that looks only into the pack, libraries, a shell, CAs.
 
 The loader is this machine's own, with its built-in search path replaced by the pack's `lib` (same length, so nothing
 moves) and its cache and preload files pointed at nothing. Everything is copied from the machine that builds the
@@ -28,7 +28,7 @@ _DT_NEEDED, _DT_STRTAB = 1, 5
 
 @dataclass(frozen=True, slots=True)
 class Elf:
-    """What a dynamic program or library asks of its loader. A static one has neither `loader` nor `needed`."""
+    """The needs of a dynamic program or library. A static one has neither `loader` nor `needed`."""
 
     loader: str | None = None
     loader_at: tuple[int, int] = (0, 0)

@@ -16,18 +16,9 @@ is enough).
 
 from __future__ import annotations
 
-from pier.sandbox.conformance import (
-    arguments,
-    files,
-    lifecycle,
-    network,
-    processes,
-    running,
-    streams,
-    user_files,
-)
+from pier.sandbox.conformance import arguments, commands, files, lifecycle, network, user_files
 from pier.sandbox.conformance.bench import CHECKS, Bench, Check, offered, verify
 
 __all__ = ["CHECKS", "Bench", "Check", "offered", "verify"]
 
-MODULES = (arguments, running, streams, files, user_files, processes, network, lifecycle)
+MODULES = (arguments, commands, files, user_files, network, lifecycle)

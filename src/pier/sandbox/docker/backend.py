@@ -2,9 +2,7 @@
 
 pier joins a container's namespaces instead of asking the engine to run each command, which is forty times faster, kills
 whole process trees and needs no program inside the image. As root on the engine's host it does so itself; else a helper
-container there does it for pier (`pier.sandbox.docker.helper`).
-
-What `pier doctor` says of Docker: which engine answers, and whether its containers can be entered.
+container there does it for pier (`pier.sandbox.docker.helper`). `examine` is the part of `pier doctor` about Docker.
 """
 
 from __future__ import annotations
@@ -20,23 +18,21 @@ import aiodocker
 from aiodocker.exceptions import DockerError
 
 from pier.errors import PierError, PolicyError, SandboxError, UsageError
-from pier.image.fetch import engine_address
+from pier.image.engine_address import shown
+from pier.image.importing import engine_address
 from pier.image.model import Image, ImageConfig, OnProgress
-from pier.image.reach import shown
 from pier.lease import Held, Lease, close_all, close_in_turn
 from pier.network.policy import Rules
 from pier.sandbox import arguments
 from pier.sandbox.contract import Backend, BuildOrder, Capabilities, Change, Finding, Limits, Sandbox, SandboxSpec
-from pier.sandbox.docker.box import IMAGE_MISSING, KIND, LABEL, ContainerBox, remove
 from pier.sandbox.docker.building import build_there
 from pier.sandbox.docker.client import SPACE_HINT, connect, engine_error
-from pier.sandbox.docker.config import attendant_plan, container_config
-from pier.sandbox.docker.engine import Engine
-from pier.sandbox.docker.entering import FAR_SOCKET
-from pier.sandbox.docker.group import CONTAINER_ENDED
-from pier.sandbox.docker.helper_box import HELPER, remove_idle
+from pier.sandbox.docker.container import CONTAINER_ENDED
+from pier.sandbox.docker.engine import Engine, attendant_plan, container_config
+from pier.sandbox.docker.entering import ENGINE_ELSEWHERE
 from pier.sandbox.docker.images import REPOSITORY
-from pier.sandbox.docker.sandbox import DockerSandbox
+from pier.sandbox.docker.runtime import HELPER, remove_idle
+from pier.sandbox.docker.sandbox import IMAGE_MISSING, KIND, LABEL, ContainerBox, DockerSandbox, remove
 from pier.sandbox.docker.services import start_services
 from pier.sandbox.docker.volumes import VOLUME, TrialVolumes, remove_volume
 from pier.sandbox.linux.sandbox import LinuxSandbox
@@ -50,8 +46,8 @@ async def examine(engine: Engine, start: Callable[[SandboxSpec], Awaitable[Sandb
     """Look at the engine, and enter a container of pier's own there: `start` makes one."""
     version = engine.version
     name = version.get("Platform", {}).get("Name") or "Docker"
-    told = f"{name} {version.get('Version', '?')} at {shown(engine.address)}, API {version.get('ApiVersion', '?')}"
-    found = [Finding("Docker engine", True, told), await _examine_entrance(engine, start)]
+    report = f"{name} {version.get('Version', '?')} at {shown(engine.address)}, API {version.get('ApiVersion', '?')}"
+    found = [Finding("Docker engine", True, report), await _examine_entrance(engine, start)]
     return [*found, *(await _examine_disk(engine) if found[-1].ok else ())]
 
 
@@ -65,10 +61,10 @@ async def _examine_disk(engine: Engine) -> list[Finding]:
     if space is None:
         return []
     free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
-    told = f"{free / 1e9:.1f} GB free of {total / 1e9:.1f} GB at {root}"
+    report = f"{free / 1e9:.1f} GB free of {total / 1e9:.1f} GB at {root}"
     if free >= _LITTLE:
-        return [Finding("engine's disk", True, told)]
-    return [Finding("engine's disk", False, told, SPACE_HINT)]
+        return [Finding("engine's disk", True, report)]
+    return [Finding("engine's disk", False, report, SPACE_HINT)]
 
 
 async def _examine_entrance(engine: Engine, start: Callable[[SandboxSpec], Awaitable[Sandbox]]) -> Finding:
@@ -88,14 +84,14 @@ async def _examine_entrance(engine: Engine, start: Callable[[SandboxSpec], Await
 
 
 SNAPSHOT = "engine-image"
-_NOT_HERE = (FAR_SOCKET, CONTAINER_ENDED, NO_SANDBOXES)
+_NOT_HERE = (ENGINE_ELSEWHERE, CONTAINER_ENDED, NO_SANDBOXES)
 """Why the first container of an engine cannot be entered, if pier is root but not on the engine's host, or not allowed
 to do there what root usually may, as in a container that has the engine's socket."""
 _BUILDERS: dict[str, Literal["pier", "own", "either"]] = {"": "either", "pier": "pier", "engine": "own"}
 
 
 class DockerBackend(Backend):
-    """Sandboxes that are containers of the engine that `pier.image.reach` finds."""
+    """Sandboxes that are containers of the engine that `pier.image.engine_address` finds."""
 
     name = "docker"
     options = ("host", "context", "builder")

@@ -1,12 +1,8 @@
-"""Has an engine build a Dockerfile itself: with BuildKit, or with the older builder of an engine that has none.
+"""Has an engine build a Dockerfile itself: with BuildKit, or with the older builder of an engine without it.
 
-What BuildKit tells of a build: messages of its protocol, of which only steps, their output and errors are read.
-
-What a Dockerfile would have an engine's builder fetch.
-
-A builder of an engine follows registries and URLs to any host, and says nothing of it. So the images that a file is
-made from are at the engine before it builds, taken there by pier, which checks each host; everything else that the
-builder would fetch by itself is refused.
+An engine's builder follows registries and URLs to any host without reporting it. So pier brings the base images to the
+engine before the build, checking each host, and refuses everything else that the builder would fetch by itself. Of
+BuildKit's protocol only the messages about steps, their output and errors are read.
 """
 
 from __future__ import annotations
@@ -29,15 +25,14 @@ import aiohttp
 from aiodocker.exceptions import DockerError
 
 from pier.errors import ImageError, PolicyError
+from pier.image.build import arg_pairs
 from pier.image.copying import Ignore, read_ignore
 from pier.image.dockerfile import Dockerfile, Instruction, expand, read, split
 from pier.image.model import HOST, SCRATCH, Image, OnProgress, host_refusal, parse
 from pier.image.registry import find_credentials
-from pier.image.stage import arg_pairs
 from pier.image.store import ImageStore
 from pier.sandbox.contract import BuildOrder
-from pier.sandbox.docker.client import DISK_FULL, SPACE_HINT, is_disk_full
-from pier.sandbox.docker.holding import making
+from pier.sandbox.docker.client import DISK_FULL, SPACE_HINT, creation_lock, is_disk_full
 from pier.sandbox.docker.images import REPOSITORY, EngineImages
 
 OWN_BUILDER = "build it with pier's own: --ek builder=pier"
@@ -159,7 +154,7 @@ class Trace:
     """Reads the messages of one build; `lines` gives what is new in each."""
 
     def __init__(self) -> None:
-        self._told: set[tuple[str, str]] = set()
+        self._report: set[tuple[str, str]] = set()
 
     def lines(self, packed: str) -> Iterator[str]:
         """The steps that began, were found in the cache or ended, once each, and what commands print."""
@@ -172,8 +167,8 @@ class Trace:
     def _step(self, step: dict[int, int | bytes]) -> Iterator[str]:
         state = "cached" if step.get(_CACHED) else "done" if _COMPLETED in step else ""
         name = _text(step.get(_NAME))
-        if (name, state) not in self._told:
-            self._told.add((name, state))
+        if (name, state) not in self._report:
+            self._report.add((name, state))
             yield f"{name} {state}".rstrip()
 
 
@@ -230,7 +225,7 @@ async def build_there(docker: aiodocker.Docker, images: EngineImages, order: Bui
     await _refuse_network(docker, order)
     refuse_fetches(order)
     name = built_name(order)
-    async with making(name):
+    async with creation_lock(name):
         found = await images.find(name)
         if found is None:
             await bring_bases(images, order)
@@ -327,14 +322,16 @@ def _rows(message: dict[str, Any], trace: Trace) -> list[str]:
     return [row for row in str(message.get("stream", "")).splitlines() if row.strip()]
 
 
-def _failure(order: BuildOrder, told: str, tail: deque[str]) -> ImageError:
+def _failure(order: BuildOrder, report: str, tail: deque[str]) -> ImageError:
     output = "\n".join(tail)
-    if is_disk_full(told) or is_disk_full(output):
-        return ImageError(f"the Docker engine's disk is full: {told}", code=DISK_FULL, hint=SPACE_HINT, retryable=True)
-    if "network bridge not found" in told:
+    if is_disk_full(report) or is_disk_full(output):
+        return ImageError(
+            f"the Docker engine's disk is full: {report}", code=DISK_FULL, hint=SPACE_HINT, retryable=True
+        )
+    if "network bridge not found" in report:
         hint = "give the engine a bridge, or have pier build: --ek builder=pier"
-        return ImageError(f"{order.file}: the engine has no network for builds: {told}", code="no_bridge", hint=hint)
-    return ImageError(f"{order.file}: the engine could not build it: {told}\n{output}", code="build", blame="task")
+        return ImageError(f"{order.file}: the engine has no network for builds: {report}", code="no_bridge", hint=hint)
+    return ImageError(f"{order.file}: the engine could not build it: {report}\n{output}", code="build", blame="task")
 
 
 def _pack(order: BuildOrder, sink: IO[bytes]) -> str:

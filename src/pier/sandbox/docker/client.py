@@ -1,20 +1,34 @@
-"""A connection to an engine's API, and what an engine says as errors with blame."""
+"""A connection to an engine's API: its errors with blame, long uploads, and locks on the names of images there.
+
+`in_use_lock` keeps collection away from an image while a container is made from it, `removal_lock` is its counterpart,
+and `creation_lock` keeps other processes of this user away while something is made under a name. A long upload reports
+progress, and one that stalls is given up (`sending`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import fcntl
 import os
 import ssl
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiodocker
 import aiohttp
 from aiodocker.exceptions import DockerError
 
-from pier.errors import SandboxError
-from pier.image.reach import SshConnector, is_encrypted, is_socket, open_connector, shown
+from pier.errors import ImageError, SandboxError
+from pier.files import locked
+from pier.home import pier_home
+from pier.image.engine_address import SshConnector, is_encrypted, is_socket, open_connector, shown
+from pier.image.model import OnProgress
+from pier.image.store import only_one
 
 OLDEST = (1, 41)
 """The oldest version of the API that pier speaks: that of Docker 20.10 and podman 4."""
@@ -26,7 +40,7 @@ _CONNECT_SECONDS = 60
 
 
 class Client(aiodocker.Docker):
-    """The API of the engine at an address of `pier.image.reach`. `close` ends every connection and its process."""
+    """The API of the engine at an address (`pier.image.engine_address`). `close` ends all connections and processes."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -55,9 +69,9 @@ async def connect(address: str) -> tuple[Client, dict[str, Any]]:
         _refuse_old(address, version)
         return client, version
     except (DockerError, aiohttp.ClientError, OSError, ValueError) as error:
-        told = await client.complaint()
+        report = await client.complaint()
         await client.close()
-        raise _unreachable(address, error, told) from error
+        raise _unreachable(address, error, report) from error
     except BaseException:
         await client.close()
         raise
@@ -72,9 +86,9 @@ async def bring_image(docker: Client, name: str, archive: Callable[[], bytes], m
             raise
         query, data = {"fromSrc": "-", "repo": name, "message": message}, await asyncio.to_thread(archive)
         async with docker._query("images/create", "POST", params=query, data=data) as answer:
-            told = await answer.text()
-        if '"error"' in told:
-            raise SandboxError(f"the engine did not take {message}: {told[-300:]}", code="helper_image") from None
+            report = await answer.text()
+        if '"error"' in report:
+            raise SandboxError(f"the engine did not take {message}: {report[-300:]}", code="helper_image") from None
 
 
 def no_engine() -> SandboxError:
@@ -89,11 +103,11 @@ def no_engine() -> SandboxError:
 
 
 def _refuse_old(address: str, version: dict[str, Any]) -> None:
-    told = str(version.get("ApiVersion", ""))
-    parts = told.split(".")
+    report = str(version.get("ApiVersion", ""))
+    parts = report.split(".")
     if len(parts) == 2 and all(part.isdigit() for part in parts) and (int(parts[0]), int(parts[1])) < OLDEST:
         raise SandboxError(
-            f"the Docker engine at {shown(address)} is too old: its API is {told}, below {OLDEST[0]}.{OLDEST[1]}",
+            f"the Docker engine at {shown(address)} is too old: its API is {report}, below {OLDEST[0]}.{OLDEST[1]}",
             code="engine_too_old",
             blame="user",
             retryable=False,
@@ -101,7 +115,7 @@ def _refuse_old(address: str, version: dict[str, Any]) -> None:
         )
 
 
-def _unreachable(address: str, error: BaseException, told: str) -> SandboxError:
+def _unreachable(address: str, error: BaseException, report: str) -> SandboxError:
     where = shown(address)
     reason = _reason(error)
     if (doubt := _doubt(address, error, reason)) is not None:
@@ -117,7 +131,7 @@ def _unreachable(address: str, error: BaseException, told: str) -> SandboxError:
             retryable=False,
             hint="add the user to the socket's group (docker) and log in again",
         )
-    why = told.splitlines()[-1] if told else _in_words(reason) or str(error) or f"no answer in {_CONNECT_SECONDS} s"
+    why = report.splitlines()[-1] if report else _in_words(reason) or str(error) or f"no answer in {_CONNECT_SECONDS} s"
     hint = (
         "start the engine, or set DOCKER_HOST" if is_socket(address) else f"check that {where} answers: docker version"
     )
@@ -200,3 +214,74 @@ def engine_error(error: DockerError) -> SandboxError:
     if error.status == 404:
         return SandboxError(f"the Docker engine lost it: {text}", code="container_gone")
     return SandboxError(f"the Docker engine refused: {text}", code="engine")
+
+
+_PAUSE = 0.02
+
+
+@asynccontextmanager
+async def in_use_lock(name: str) -> AsyncIterator[None]:
+    """Keep an image while a container is made from it. Many may at once; waits while it is being removed."""
+    fd = os.open(_place(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                break
+            await asyncio.sleep(_PAUSE)
+        yield
+    finally:
+        os.close(fd)
+
+
+def creation_lock(name: str) -> AbstractAsyncContextManager[None]:
+    """While something is made at an engine under a name: others of this user wait."""
+    return only_one(pier_home() / "docker" / "locks", name)
+
+
+def removal_lock(name: str) -> AbstractContextManager[bool]:
+    """While an image is removed: whether nobody holds it."""
+    return locked(_place(name), wait=False)
+
+
+def _place(name: str) -> Path:
+    directory = pier_home() / "docker" / "held"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory / name.replace("/", "-")
+
+
+STALL_SECONDS = 900.0
+"""How long an engine may take nothing and say nothing while something is sent to it. Some unpack all of it after the
+last byte, before they answer."""
+_REPORT_EVERY = 1.0
+
+
+@asynccontextmanager
+async def sending(
+    parts: AsyncIterator[bytes], what: str, on_progress: OnProgress | None
+) -> AsyncIterator[AsyncIterator[bytes]]:
+    """Give `parts` to be sent inside of this. `what` is said with the size so far once it takes longer than a moment.
+    A connection that breaks is a `DockerError`, an engine that takes nothing more an `ImageError`: nothing that is held
+    meanwhile is held for ever."""
+    patience = asyncio.timeout(STALL_SECONDS)
+
+    async def watched() -> AsyncIterator[bytes]:
+        size, last = 0, time.monotonic()
+        async for data in parts:
+            patience.reschedule(asyncio.get_running_loop().time() + STALL_SECONDS)
+            yield data
+            size += len(data)
+            if on_progress is not None and time.monotonic() - last > _REPORT_EVERY:
+                last = time.monotonic()
+                on_progress(f"{what}: {size / 1e6:.0f} MB")
+
+    try:
+        async with patience:
+            yield watched()
+    except TimeoutError:
+        if not patience.expired():
+            raise
+        message = f"{what}: the engine took nothing for {STALL_SECONDS:g} s"
+        raise ImageError(message, code="engine_stalled", retryable=True, hint="pier doctor") from None
+    except aiohttp.ClientError as error:
+        raise DockerError(900, f"{what}: {error}") from error

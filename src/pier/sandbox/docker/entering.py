@@ -17,15 +17,21 @@ from pier.network.policy import NetworkPolicy, OnDecision
 from pier.sandbox import seccomp
 from pier.sandbox.contract import Change
 from pier.sandbox.docker.client import maps_users
-from pier.sandbox.docker.group import CONTAINER_ENDED, ContainerGroup, until_frozen
-from pier.sandbox.docker.hub import Hub, Member, Places
-from pier.sandbox.docker.layers import find_layers
+from pier.sandbox.docker.container import (
+    CONTAINER_ENDED,
+    ContainerGroup,
+    Hub,
+    Member,
+    Places,
+    find_layers,
+    until_frozen,
+)
 from pier.sandbox.linux.channel import Channel, close_all
-from pier.sandbox.linux.disk import free_bytes
+from pier.sandbox.linux.limits import free_bytes
 from pier.sandbox.linux.network import Network
 from pier.sandbox.linux.zygotes import Zygotes, kill_and_wait
 
-FAR_SOCKET = "far_socket"
+ENGINE_ELSEWHERE = "far_socket"
 """The code of the error that an engine is at a socket of this machine, but is not on it."""
 
 
@@ -118,7 +124,7 @@ class OwnEntered(Entered):
             os.close(self._first)
             raise SandboxError(
                 f"the engine's process {pid} is not the container {name} here: the engine is on another machine",
-                code=FAR_SOCKET,
+                code=ENGINE_ELSEWHERE,
                 blame="user",
                 retryable=False,
             )

@@ -1,6 +1,8 @@
-"""Images at an engine: what is there is used as it is; what is in pier's store is brought there once.
+"""Images at an engine: an image that is there is used as it is; one in pier's store is brought there once.
 
-Has an engine pull an image from its registry, and tells how far it is.
+Engines know nothing of pier's layers, so an image is sent as one tar stream. `list_pier_images` and
+`collect_pier_images` cover the images that pier brought, recognized by their names. Snapshots are not among them: they
+belong to a run, and end with it or by `pier gc`.
 """
 
 from __future__ import annotations
@@ -8,24 +10,130 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import hashlib
 import json
 import os
 import re
+import stat
+import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import aiodocker
 from aiodocker.exceptions import DockerError
 
 from pier.errors import ImageError
-from pier.image.importing import config_of
-from pier.image.model import Image, OnProgress, Reference, parse
+from pier.image.importing import config_of, engine_address
+from pier.image.layer_directories import View, ViewEntry
+from pier.image.model import Image, ImageConfig, OnProgress, Reference, architecture, parse
 from pier.image.registry import find_credentials
-from pier.sandbox.docker.client import DISK_FULL, SPACE_HINT, is_disk_full
-from pier.sandbox.docker.flatten import write_archive, write_flat
-from pier.sandbox.docker.holding import holding, making, sending
+from pier.sandbox.docker.client import (
+    DISK_FULL,
+    SPACE_HINT,
+    Client,
+    connect,
+    creation_lock,
+    engine_error,
+    in_use_lock,
+    is_disk_full,
+    removal_lock,
+    sending,
+)
+from pier.sandbox.docker.volumes import collect_volumes
+
+
+def write_flat(layers: tuple[Path, ...], sink: IO[bytes]) -> None:
+    """Write what the layers (lowest first) show together, with owners, modes and links."""
+    links: dict[tuple[int, int], str] = {}
+    with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        view = View([str(layer) for layer in layers])
+        for entry in _walk(view, view.root):
+            name, path, found = entry.path.lstrip("/"), Path(entry.place), entry.status
+            info = archive.gettarinfo(str(path), arcname=name)
+            if info is None:
+                continue
+            info.uname = info.gname = ""
+            key = (found.st_dev, found.st_ino)
+            if stat.S_ISREG(found.st_mode) and found.st_nlink > 1 and key in links:
+                info.type, info.linkname, info.size = tarfile.LNKTYPE, links[key], 0
+                archive.addfile(info)
+            elif stat.S_ISREG(found.st_mode):
+                info.type, info.linkname, info.size = tarfile.REGTYPE, "", found.st_size
+                links[key] = name
+                with path.open("rb") as stream:
+                    archive.addfile(info, stream)
+            else:
+                archive.addfile(info)
+
+
+def write_archive(image: Image, name: str, sink: IO[bytes]) -> None:
+    """Write an image as `docker load` takes it: its files as one layer, its settings, and a name with a tag."""
+    sink.seek(tarfile.BLOCKSIZE)
+    layer = _Hashed(sink)
+    write_flat(image.layers, layer)  # type: ignore[arg-type] - a tar stream is only written to
+    sink.write(bytes(-layer.size % tarfile.BLOCKSIZE))
+    config = {
+        "architecture": architecture(),
+        "os": "linux",
+        "config": _settings(image.config),
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{layer.hash.hexdigest()}"]},
+    }
+    manifest = [{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
+    for member, value in (("config.json", config), ("manifest.json", manifest)):
+        data = json.dumps(value).encode()
+        sink.write(_header(member, len(data)) + data + bytes(-len(data) % tarfile.BLOCKSIZE))
+    sink.write(bytes(2 * tarfile.BLOCKSIZE))
+    sink.seek(0)
+    sink.write(_header("layer.tar", layer.size))
+
+
+class _Hashed:
+    """Counts and digests what is written."""
+
+    def __init__(self, sink: IO[bytes]) -> None:
+        self.hash, self.size, self._sink = hashlib.sha256(), 0, sink
+
+    def write(self, data: bytes) -> int:
+        self.hash.update(data)
+        self.size += len(data)
+        return self._sink.write(data)
+
+
+def _header(name: str, size: int) -> bytes:
+    """A header of one block, whatever the size."""
+    info = tarfile.TarInfo(name)
+    info.size = size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def _settings(config: ImageConfig) -> dict[str, Any]:
+    """The settings as an image's configuration has them."""
+    return {
+        "Env": [f"{key}={value}" for key, value in config.env.items()],
+        "WorkingDir": config.workdir,
+        "User": config.user,
+        "Entrypoint": list(config.entrypoint) or None,
+        "Cmd": list(config.cmd) or None,
+        "Shell": list(config.shell),
+        "Labels": config.labels,
+        "ExposedPorts": {port: {} for port in config.exposed_ports},
+        "Volumes": {path: {} for path in config.volumes},
+        "StopSignal": config.stop_signal,
+        "Healthcheck": config.healthcheck,
+    }
+
+
+def _walk(view: View, directory: ViewEntry) -> Iterator[ViewEntry]:
+    """Everything below a directory, parents before children."""
+    for entry in view.children(directory):
+        yield entry
+        if entry.is_dir:
+            yield from _walk(view, entry)
+
 
 _DONE = ("Pull complete", "Already exists")
 
@@ -66,8 +174,8 @@ def _tell(message: dict[str, Any], layers: dict[str, str], tell: Callable[[str],
         return
     layers[layer] = status
     done = sum(each in _DONE for each in layers.values())
-    told = f" of {size / 1e6:.1f} MB" if size else ""
-    tell(f"{layer}: {status}{told} ({done} of {len(layers)} layers)")
+    total = f" of {size / 1e6:.1f} MB" if size else ""
+    tell(f"{layer}: {status}{total} ({done} of {len(layers)} layers)")
 
 
 def _failure(reference: str, text: str) -> ImageError:
@@ -91,7 +199,7 @@ REPOSITORY = "pier"
 _OURS = re.compile(r"(?:localhost/|docker\.io/)?(pier/(?:[0-9a-f]{32}|(?:helper|idle):[0-9a-f]{24}))(?::latest)?")
 
 
-def our_name(image: Image) -> str:
+def engine_name(image: Image) -> str:
     """What an image of pier's own is called at an engine."""
     return f"{REPOSITORY}/{image.digest.removeprefix('sha256:')[:32]}"
 
@@ -116,11 +224,11 @@ class EngineImages:
     async def held(self, image: Image, on_progress: OnProgress | None = None) -> AsyncIterator[str]:
         """The name under which the engine has `image`, which no collection removes meanwhile. It is asked once; for an
         image that is gone since then call `ensure` again."""
-        name = our_name(image) if image.layers else image.reference
+        name = engine_name(image) if image.layers else image.reference
         if collected_name(name) is None:
             yield await self._seen_once(image, name, on_progress)
             return
-        async with holding(name):
+        async with in_use_lock(name):
             yield await self._seen_once(image, name, on_progress)
 
     async def _seen_once(self, image: Image, name: str, on_progress: OnProgress | None) -> str:
@@ -145,16 +253,16 @@ class EngineImages:
                 code="image_missing",
                 hint=f"docker pull {image.reference}",
             )
-        name = our_name(image)
+        name = engine_name(image)
         if not await self._has(name):
-            async with making(name):
+            async with creation_lock(name):
                 if not await self._has(name):
                     await self._bring(image, name, on_progress)
         return name
 
     async def pull(self, reference: str, on_progress: OnProgress | None = None) -> Image:
         """Have the engine pull an image, as whoever `docker login` says. `ImageError` says why it could not."""
-        async with making(f"pull {reference}"):
+        async with creation_lock(f"pull {reference}"):
             found = await self.find(reference)
             if found is None:
                 await pull(self._docker, reference, on_progress)
@@ -263,8 +371,89 @@ def _raise_if_failed(text: str, image: Image) -> None:
     for line in text.splitlines():
         message: dict[str, Any] = json.loads(line) if line.strip() else {}
         if "error" in message:
-            told = str(message["error"])
-            if is_disk_full(told):
-                text = f"the Docker engine's disk is full, so it did not take {image.reference}: {told}"
+            report = str(message["error"])
+            if is_disk_full(report):
+                text = f"the Docker engine's disk is full, so it did not take {image.reference}: {report}"
                 raise ImageError(text, code=DISK_FULL, hint=SPACE_HINT, retryable=True)
-            raise ImageError(f"the engine did not take {image.reference}: {told}", code="image_import")
+            raise ImageError(f"the engine did not take {image.reference}: {report}", code="image_import")
+
+
+@dataclass(frozen=True, slots=True)
+class PierImage:
+    """An image at an engine. `in_use`: some container is made from it."""
+
+    reference: str
+    id: str
+    size: int
+    created: int
+    in_use: bool
+
+
+async def list_pier_images() -> list[PierImage]:
+    """The images that pier brought to the engine, oldest first."""
+    async with _engine() as docker:
+        return await _list(docker)
+
+
+async def collect_pier_images(*, max_size: int | None = None, dry_run: bool = False) -> list[PierImage]:
+    """Remove images that no container uses or is about to use, oldest first; with `max_size` only until the rest has no
+    more bytes."""
+    async with _engine() as docker:
+        found = await _list(docker)
+        size = sum(image.size for image in found)
+        removed: list[PierImage] = []
+        for image in found:
+            if image.in_use or (max_size is not None and size <= max_size):
+                continue
+            with removal_lock(image.reference) as is_free:
+                if is_free and (dry_run or await _remove(docker, image)):
+                    removed.append(image)
+                    size -= image.size
+        return removed
+
+
+async def collect_pier_volumes(*, dry_run: bool = False) -> list[str]:
+    """Remove the volumes with copies of directories that no container uses; their names."""
+    async with _engine() as docker:
+        return await collect_volumes(docker, dry_run=dry_run)
+
+
+async def pull_there(reference: str, on_progress: OnProgress | None = None) -> Image:
+    """Have the engine pull an image, which it then has as its own."""
+    async with _engine() as docker:
+        return await EngineImages(docker).pull(reference, on_progress)
+
+
+async def _list(docker: aiodocker.Docker) -> list[PierImage]:
+    rows: list[dict[str, Any]] = await docker._query_json("images/json")
+    containers: list[dict[str, Any]] = await docker._query_json("containers/json", params={"all": "1"})
+    used = {container["ImageID"] for container in containers}
+    found = [
+        PierImage(name, row["Id"], row["Size"], row["Created"], row["Id"] in used)
+        for row in rows
+        for tag in row.get("RepoTags") or []
+        if (name := collected_name(tag)) is not None
+    ]
+    return sorted(found, key=lambda image: (image.created, image.reference))
+
+
+async def _remove(docker: aiodocker.Docker, image: PierImage) -> bool:
+    """Whether it is gone; an engine keeps what a container that was started meanwhile uses."""
+    try:
+        await docker.images.delete(image.reference)
+    except DockerError as error:
+        if error.status in (404, 409):
+            return error.status == 404
+        raise
+    return True
+
+
+@asynccontextmanager
+async def _engine() -> AsyncIterator[Client]:
+    docker, _ = await connect(engine_address())
+    try:
+        yield docker
+    except DockerError as error:
+        raise engine_error(error) from error
+    finally:
+        await docker.close()

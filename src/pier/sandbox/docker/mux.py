@@ -52,10 +52,10 @@ class Mux:
     def __init__(self, first: int, on_message: Callable[[dict[str, Any]], None]) -> None:
         self._next = first + 2
         self._on_message = on_message
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, MuxStream] = {}
         self._incoming = bytearray()
         self._outgoing: deque[bytes] = deque()
-        self._ready: deque[Stream] = deque()
+        self._ready: deque[MuxStream] = deque()
         self._wake = asyncio.Event()
         self.closed = False
 
@@ -75,16 +75,16 @@ class Mux:
         sink: int = -1,
         over: Callable[[int], None] | None = None,
         watched: Watched = contextlib.nullcontext,
-    ) -> Stream:
+    ) -> MuxStream:
         """Carry the stream `number`: what `source` has goes out, what comes goes into `sink`. Both are owned from now
         on, and must not block. `over` is called when both are closed. Each call that a command at the other end of a
         pipe could hold up happens inside of `watched()`."""
-        stream = Stream(self, number, source, sink, over, watched)
+        stream = MuxStream(self, number, source, sink, over, watched)
         self._streams[number] = stream
         stream.begin()
         return stream
 
-    def stream(self, number: int) -> Stream | None:
+    def stream(self, number: int) -> MuxStream | None:
         """A stream that has not ended."""
         return self._streams.get(number)
 
@@ -111,7 +111,7 @@ class Mux:
         elif kind == _DATA:
             self._put(_STOP, number)
 
-    def queue(self, stream: Stream) -> None:
+    def queue(self, stream: MuxStream) -> None:
         """A stream has something to send: it is asked for one piece when it is its turn."""
         self._ready.append(stream)
         self._wake.set()
@@ -158,7 +158,7 @@ class Mux:
             stream.close()
 
 
-class Stream:
+class MuxStream:
     """Bytes of one open file, one way or both."""
 
     def __init__(

@@ -1,12 +1,9 @@
-"""Starts the services of a task: containers on private networks of the trial's own, each under the trial's policy.
+"""Runs the services of a task: containers on private networks of the trial, each under the trial's policy.
 
-The sandbox that an agent works in, when services run beside it: policy and end are those of all of them.
-
-The program of one service: started when what it depends on is there, watched, and started again if it asks for it.
-
-pier runs it in the service's container after the network is in place: as process 1 of a process namespace of its own,
-or below an init if it asks for one. So there is no moment in which a service runs without its policy, or asks for a
-neighbour that has no address yet; and what it wrote is still there when it has ended.
+pier starts a service's program in its container after the network is in place: as process 1 of a process namespace, or
+below an init if the service asks for one. So no service runs without its policy or before its neighbours have
+addresses, and what it wrote is still there when it has ended. A program is started when its dependencies are ready,
+watched, and restarted as its compose file says. The agent's sandbox ends together with its services.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from pier.image.model import Image
 from pier.lease import close_all, close_in_turn
 from pier.network import plumbing
 from pier.network.policy import NONE, Decision, NetworkPolicy, OnDecision
-from pier.sandbox.compose.model import MAIN, Compose, Composition, Health, Service
+from pier.sandbox.compose import MAIN, Compose, Composition, Health, Service
 from pier.sandbox.contract import Change, Limits, Result, Sandbox, SandboxSpec, Stream
 from pier.sandbox.docker.sandbox import DockerSandbox
 from pier.sandbox.docker.volumes import TrialVolumes
@@ -146,16 +143,16 @@ class ServiceProcess:
                 return
             failures += not starting
             if failures >= health.retries:
-                told = (result.stdout + result.stderr).decode(errors="replace").strip()[-400:]
+                report = (result.stdout + result.stderr).decode(errors="replace").strip()[-400:]
                 how = "took too long" if result.timed_out else f"ended with exit code {result.exit_code}"
-                raise self.failure(f"is not healthy: {' '.join(health.test)!r} {how}: {told}")
+                raise self.failure(f"is not healthy: {' '.join(health.test)!r} {how}: {report}")
             await asyncio.sleep(health.start_interval if starting else health.interval)
 
     def failure(self, what: str) -> TaskError:
-        told = self._tail.decode(errors="replace").strip()
+        report = self._tail.decode(errors="replace").strip()
         own = self.service.name == MAIN and self.service.entrypoint is None
         return TaskError(
-            f"the service {self.service.name!r} {what}" + (f"\n{told}" if told else ""),
+            f"the service {self.service.name!r} {what}" + (f"\n{report}" if report else ""),
             hint="entrypoint: [] in the compose file keeps the image's ENTRYPOINT from running" if own else None,
             code="service",
         )

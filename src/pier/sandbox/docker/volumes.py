@@ -1,9 +1,8 @@
-"""Directories of this machine at an engine that cannot see them: volumes, named by their content, filled once.
+"""Volumes at an engine: copies of this machine's directories, and the volumes that services of one trial share.
 
-A volume is whole when its last file is there, which says so. Nothing in it changes afterwards, so all runs and machines
-that use the engine share it. `collect_volumes` removes those that no container uses.
-
-The volumes that services of one trial share: made for it, written down first, removed with it.
+A copy is named by its content and filled once; it is complete when its last file, a marker, is there. Nothing in it
+changes afterwards, so all runs and machines that use the engine share it. `collect_volumes` removes those that no
+container uses. A trial's volumes are written into the lease first and removed with it.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ from aiodocker.exceptions import DockerError
 from pier.errors import SandboxError
 from pier.image.model import OnProgress
 from pier.lease import Lease, close_all
-from pier.sandbox.docker.box import LABEL, passing_container
-from pier.sandbox.docker.client import Client, engine_error
-from pier.sandbox.docker.holding import holding, letting_go, making, sending
+from pier.sandbox.docker.client import Client, creation_lock, engine_error, in_use_lock, removal_lock, sending
+from pier.sandbox.docker.sandbox import LABEL, temporary_container
 
 PREFIX = "pier-pack-"
 _OURS = re.compile(PREFIX + "[0-9a-f]{24}")
@@ -61,14 +59,14 @@ class PackVolumes:
 
     async def _fill(self, directory: Path, on_progress: OnProgress | None) -> str:
         name = PREFIX + await asyncio.to_thread(digest_of, directory)
-        await self._held.enter_async_context(holding(name))
+        await self._held.enter_async_context(in_use_lock(name))
         host = {"NetworkMode": "none", "Binds": [f"{name}:{_INSIDE}"]}
         config = {"Image": self._image, "Cmd": ["none"], "HostConfig": host}
         try:
             # It stays until the end: nobody takes away what a container uses, not even who prunes an engine, which
             # would make an empty volume in the place of one that is gone.
-            container = await self._held.enter_async_context(passing_container(self._docker, self._lease, config))
-            async with making(name):
+            container = await self._held.enter_async_context(temporary_container(self._docker, self._lease, config))
+            async with creation_lock(name):
                 if not await self._is_whole(container):
                     await self._copy(directory, container, on_progress)
         except DockerError as error:
@@ -114,7 +112,7 @@ async def collect_volumes(docker: Client, *, dry_run: bool = False) -> list[str]
     found = sorted(row["Name"] for row in rows if _OURS.fullmatch(row["Name"]) and row["Name"] not in used)
     removed: list[str] = []
     for name in found:
-        with letting_go(name) as is_free:
+        with removal_lock(name) as is_free:
             if is_free and (dry_run or await _remove(docker, name)):
                 removed.append(name)
     return removed
@@ -224,7 +222,7 @@ class TrialVolumes:
         packed = await asyncio.to_thread(_packed_whole, directory, ".")
         mode = _packed_whole(directory, _VOLUME_INSIDE, recursive=False)
         try:
-            async with passing_container(self._docker, self._lease, config) as container:
+            async with temporary_container(self._docker, self._lease, config) as container:
                 await container.put_archive(f"/{_VOLUME_INSIDE}", packed)
                 # The mode of a volume itself is set from above it only.
                 await container.put_archive("/", mode)

@@ -20,12 +20,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from pier.network import last_resort, plumbing
-from pier.sandbox.linux import inner, kernel, oom, wire, worker
-from pier.sandbox.linux.census import Census
+from pier.network import plumbing
+from pier.sandbox.linux import kernel, namespaces, wire, worker
 from pier.sandbox.linux.init import SPARE, Init, set_limits
-from pier.sandbox.linux.inner import Inner
-from pier.sandbox.linux.label import find_labels
+from pier.sandbox.linux.kernel import OOM_SCORE_SERVING, ProcessTable, find_labels, set_oom_score
+from pier.sandbox.linux.namespaces import Inner
 from pier.sandbox.linux.root import HOST
 
 _NAMESPACES = ("ipc", "uts", "net", "cgroup", "pid", "mnt")
@@ -39,7 +38,7 @@ def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
     try:
         kernel.set_name("pier-attendant")
         proc = os.open(f"{HOST}/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        oom.put_in_line(proc, score=oom.SERVING)
+        set_oom_score(proc, score=OOM_SCORE_SERVING)
         container = os.pidfd_open(pid)
         inside = os.stat(f"{pid}/ns/pid", dir_fd=proc).st_ino
         if inside == os.stat("self/ns/pid", dir_fd=proc).st_ino:
@@ -55,10 +54,10 @@ def main(control: socket.socket, pid: int, plan: dict[str, Any]) -> None:
         os.setgroups([])
         _take_limits(pid)
         set_limits(plan["rlimits"])
-        census = Census(proc, first=pid, namespace=inside)
-        attendant = Attendant(control, plan, census, container, (proc, inside), forker)
+        processes = ProcessTable(proc, first=pid, namespace=inside)
+        attendant = Attendant(control, plan, processes, container, (proc, inside), forker)
         attendant.confine["give_labels"] = [partial(label.give, proc) for label in labels]
-        proof, sockets = last_resort.begin()
+        proof, sockets = plumbing.begin_without_network()
         wire.send(control, {"id": 0, "ready": True, "proof": proof}, [sock.fileno() for sock in sockets])
         for sock in sockets:
             sock.close()
@@ -114,12 +113,12 @@ class Attendant(Init):
         self,
         control: socket.socket,
         plan: dict[str, Any],
-        census: Census,
+        processes: ProcessTable,
         container: int,
         inside: tuple[int, int],
         forker: Forker,
     ) -> None:
-        super().__init__(control, plan, census)
+        super().__init__(control, plan, processes)
         self._container = container
         self._inside = inside
         self._inner: Inner | None = None
@@ -151,7 +150,7 @@ class Attendant(Init):
 
     def _tell(self, answer: dict[str, Any]) -> None:
         """A command that was killed because the container ends did not end by itself: that is another story."""
-        if answer.get("exit") == 128 + signal.SIGKILL and self.census.is_ending(self.census.first):
+        if answer.get("exit") == 128 + signal.SIGKILL and self.processes.is_ending(self.processes.first):
             os._exit(0)
         super()._tell(answer)
 
@@ -175,7 +174,7 @@ class Attendant(Init):
         try:
             if self._inner is not None:
                 raise OSError(errno.EBUSY, "another program is process 1 already")
-            keeper = self.hire(inner.keep, fds)
+            keeper = self.hire(namespaces.keep_program, fds)
             self.jobs[message["id"]] = keeper
             try:
                 self._introduce(keeper, message, fds)
@@ -190,10 +189,10 @@ class Attendant(Init):
         """Have a keeper make the namespaces, and let its program run once they are known here."""
         sock = self.workers[keeper]
         wire.send(sock, message, fds)
-        told = inner.wait_for(sock)
+        told = namespaces.wait_for_program(sock)
         sock.setblocking(False)
         if "ready" in told:
-            self._inner = Inner(self.census.proc, self.census.first, keeper)
+            self._inner = Inner(self.processes.proc, self.processes.first, keeper)
             self._namespaces().add(self._inner.namespace)
             wire.send(sock, {"go": True})
         else:
@@ -202,8 +201,8 @@ class Attendant(Init):
             wire.send(self.control, told["answer"])
 
     def _namespaces(self) -> set[int]:
-        assert self.census.namespaces is not None
-        return self.census.namespaces
+        assert self.processes.namespaces is not None
+        return self.processes.namespaces
 
     def _choose_worker(self, message: dict[str, Any], others: Sequence[int]) -> int:
         """Commands run where the program is that is process 1, all else where nothing that it does can reach it."""
@@ -263,10 +262,10 @@ class Attendant(Init):
     def _kill_all(self) -> int:
         """As for a local sandbox, but by a child: here the signal would reach the host's processes. Whoever keeps that
         child from it is killed from here; what outlives even that goes with the container."""
-        killed = sum(1 for pid in self.census.take() if pid not in self.workers and self.census.is_running(pid))
+        killed = sum(1 for pid in self.processes.all() if pid not in self.workers and self.processes.is_running(pid))
         deadline = time.monotonic() + _PATIENCE
         while not (self._is_done(self._kill_others) and self._is_deserted()):
-            for pid in self.census.take():
+            for pid in self.processes.all():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
@@ -281,7 +280,7 @@ class Attendant(Init):
             self._lose(pid)
         for _ in range(1000):
             self._collect()
-            if not any(self.census.is_running(pid) for pid in self.census.take()):
+            if not any(self.processes.is_running(pid) for pid in self.processes.all()):
                 return True
             time.sleep(0.001)
         return False

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pier.network import plumbing
-from pier.sandbox.linux import enclosure, oom, wire, worker
-from pier.sandbox.linux.census import Census
-from pier.sandbox.linux.enclosure import Enclosure
+from pier.sandbox.linux import namespaces, wire, worker
+from pier.sandbox.linux.kernel import OOM_SCORE, ProcessTable, oom_score, set_oom_score
+from pier.sandbox.linux.namespaces import Enclosure
 from pier.sandbox.linux.wire import OUT_OF_MEMORY
 
 SPARE = 2
@@ -43,9 +43,9 @@ class Init:
     own: worker.Worker | None = None
     """Runs a command without a fork, where this process may itself have commands as children."""
 
-    def __init__(self, control: socket.socket, plan: dict[str, Any], census: Census) -> None:
+    def __init__(self, control: socket.socket, plan: dict[str, Any], processes: ProcessTable) -> None:
         self.control = control
-        self.census = census
+        self.processes = processes
         self.confine = {name: plan[name] for name in ("no_new_privileges", "many_ids")}
         self.confine["filter"] = bytes.fromhex(plan["filter"])
         self.memory = plan["watched_memory"]
@@ -273,12 +273,12 @@ class Init:
         """Kill whatever is below a worker, or (0) below process 1 but no worker; False if all had to be killed. Who
         inherits orphans knows at every moment whether there are any, even if each of them forks and exits at once."""
         began = time.monotonic()
-        heir = worker or self.census.first
+        heir = worker or self.processes.first
         while True:
-            self._send_each(self.census.children(heir), signal.SIGKILL)
+            self._send_each(self.processes.children(heir), signal.SIGKILL)
             chosen = self._strike(worker, still=time.monotonic() > began + _PATIENCE / 5)
             self._collect()
-            if not any(self.census.is_running(pid) for pid in chosen) and self.census.is_barren(heir):
+            if not any(self.processes.is_running(pid) for pid in chosen) and self.processes.is_barren(heir):
                 self._collect(_PATIENCE)
                 return True
             time.sleep(0.0005)
@@ -289,10 +289,10 @@ class Init:
     def _strike(self, worker: int, *, still: bool) -> list[int]:
         """Kill what a look finds below a worker. For it all processes are held `still`, those of others too, when there
         are so many that they would fork faster than they are found."""
-        asleep = self.census.stopped() if still else []
+        asleep = self.processes.stopped() if still else []
         if still:
             self._hold_all()
-        found = self.census.take()
+        found = self.processes.all()
         chosen = [pid for pid in found if self._worker_of(pid, found) == worker and pid != worker]
         self._send_each(chosen, signal.SIGKILL)
         if still:
@@ -323,7 +323,7 @@ class Init:
         except ChildProcessError:
             alone = True
         if self.own is not None and self.own.busy:
-            lone = bool(self.workers) and not self.own.pid and self.census.is_barren(self.census.first)
+            lone = bool(self.workers) and not self.own.pid and self.processes.is_barren(self.processes.first)
             self.own.settle(alone=alone or lone)
         return lost
 
@@ -352,7 +352,7 @@ class Init:
         """If anything runs inside, make a namespace for a verifier, and describe what runs; else see to it that nothing
         does."""
         self._release()
-        found = [pid for pid in self.census.take() if pid not in self.workers and self.census.is_running(pid)]
+        found = [pid for pid in self.processes.all() if pid not in self.workers and self.processes.is_running(pid)]
         if found:
             try:
                 self._begin_enclosure(message["folders"])
@@ -362,16 +362,16 @@ class Init:
                 return
         else:
             self._kill_all()
-        rows = [row for pid in found[:SURVIVORS] if (row := self.census.describe(pid))]
+        rows = [row for pid in found[:SURVIVORS] if (row := self.processes.describe(pid))]
         wire.send(self.control, {"id": message["id"], "survivors": rows, "count": len(found)})
 
     def _begin_enclosure(self, folders: dict[str, int]) -> None:
         pid = self._hire_enclosed((), folders=folders)
         try:
-            self.enclosure = enclosure.wait_for(self.workers[pid], list(folders))
+            self.enclosure = namespaces.wait_for_enclosure(self.workers[pid], list(folders))
         except OSError:
             self._lose(pid)
-            self._with_rights(lambda: enclosure.unpin(folders))
+            self._with_rights(lambda: namespaces.unpin(folders))
             raise
         self.enclosure.members.add(pid)
         self.enclosure.idle.append(pid)
@@ -387,7 +387,9 @@ class Init:
         return pid
 
     def _hire_enclosed(self, others: Sequence[int], **where: Any) -> int:
-        return self._with_rights(lambda: Init.hire(self, lambda *given: enclosure.work(*given, **where), others))
+        return self._with_rights(
+            lambda: Init.hire(self, lambda *given: namespaces.work_enclosed(*given, **where), others)
+        )
 
     def _with_rights(self, work: Callable[[], Any]) -> Any:
         """Do something that needs the right to mount."""
@@ -420,23 +422,23 @@ class Init:
         return count
 
     def _enclosed(self, place: Enclosure) -> list[int]:
-        return [pid for pid in self.census.take() if self.census.mounts(pid) == place.inode]
+        return [pid for pid in self.processes.all() if self.processes.mounts(pid) == place.inode]
 
     def _release(self) -> None:
         """End a verifier's namespace, and whatever runs there."""
         place = self.enclosure
         if place is not None:
             self._kill_enclosed()
-            self._with_rights(lambda: enclosure.unpin(place.paths))
+            self._with_rights(lambda: namespaces.unpin(place.paths))
             place.close()
             self.enclosure = None
 
     def _count(self) -> int:
-        return sum(1 for pid in self.census.take() if pid not in self.workers and self.census.is_running(pid))
+        return sum(1 for pid in self.processes.all() if pid not in self.workers and self.processes.is_running(pid))
 
     def _watch_memory(self) -> None:
         """Without a control group: kill the largest process when all together have more than the limit."""
-        sizes = {pid: self.census.private_memory(pid) for pid in self.census.take() if pid not in self.workers}
+        sizes = {pid: self.processes.private_memory(pid) for pid in self.processes.all() if pid not in self.workers}
         if sum(sizes.values()) > self.memory:
             wire.send(self.control, {"id": OUT_OF_MEMORY})
             self._send_each([max(sizes, key=sizes.__getitem__)], signal.SIGKILL)
@@ -444,10 +446,10 @@ class Init:
     def _restore_scores(self) -> None:
         """Put whatever left the line of those that are killed for want of memory back to its head."""
         self.restored = time.monotonic()
-        for pid in self.census.take().keys() - self.workers.keys():
+        for pid in self.processes.all().keys() - self.workers.keys():
             with contextlib.suppress(OSError, ValueError):
-                if oom.score(self.census.proc, pid) < oom.SCORE:
-                    oom.put_in_line(self.census.proc, pid)
+                if oom_score(self.processes.proc, pid) < OOM_SCORE:
+                    set_oom_score(self.processes.proc, pid)
 
     def _change_network(self, message: dict[str, Any]) -> None:
         plumbing.disconnect()

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from pier.errors import PolicyError, SandboxError
-from pier.network import last_resort, udp
+from pier.network import plumbing, udp
 from pier.network.gatekeeper import Gatekeeper
 from pier.network.netlink import NETFILTER
 from pier.network.plumbing import GATEWAY
@@ -45,7 +45,7 @@ class Refusals:
         self, fds: list[int], answer: Callable[[bytes], Awaitable[bytes | None]], note: Callable[[Decision], None]
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._telling, self._answers = (socket.socket(fileno=fd) for fd in fds)
+        self._refused, self._answers = (socket.socket(fileno=fd) for fd in fds)
         self._answer = answer
         self._note = note
         self._next = -1
@@ -56,13 +56,13 @@ class Refusals:
 
     def _resume(self) -> None:
         self._pause = None
-        self._loop.add_reader(self._telling, self._take_some)
+        self._loop.add_reader(self._refused, self._take_some)
 
     def _take_some(self) -> None:
         for _ in range(_AT_ONCE):
             if not self._take():
                 return
-        self._loop.remove_reader(self._telling)
+        self._loop.remove_reader(self._refused)
         self._pause = self._loop.call_later(_PAUSE, self._resume)
 
     def take_all(self) -> None:
@@ -86,7 +86,7 @@ class Refusals:
             await asyncio.wait(self._lookups)
 
     def _take(self) -> bool:
-        data = last_resort.receive(self._telling)
+        data = plumbing.receive_refused(self._refused)
         if data is None:
             return False
         self._overrun = self._overrun or not data
@@ -122,11 +122,11 @@ class Refusals:
         """Close the sockets; the kernel then logs nothing. Idempotent."""
         if self._pause is not None:
             self._pause.cancel()
-        if self._telling.fileno() >= 0:
-            self._loop.remove_reader(self._telling)
+        if self._refused.fileno() >= 0:
+            self._loop.remove_reader(self._refused)
         for task in self._lookups:
             task.cancel()
-        self._telling.close()
+        self._refused.close()
         self._answers.close()
 
 

@@ -56,6 +56,11 @@ _PLAIN = MS_NOSUID | MS_NODEV | MS_NOEXEC
 _EMPTY = "/e"
 _SHM = 64 << 20
 _RESERVED_PIDS = 300
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_QUEUE = 16384
+"""Bytes that a queue of System V messages holds at most (`kernel.msgmnb`)."""
+_QUEUES = 32000
+"""How many queues there may be by default; the kernel takes few more."""
 
 
 def make_skeleton(directory: str, owner: int) -> None:
@@ -145,13 +150,30 @@ def mount_proc() -> None:
             os.close(fd)
 
 
-def open_pid_max() -> int:
-    """The file that limits how many processes there are here, to be opened before /proc/sys is sealed; -1 where that is
+def open_setting(name: str) -> int:
+    """A file of /proc/sys/kernel that limits something here, to be opened before /proc/sys is sealed; -1 where that is
     the whole machine's."""
     try:
-        return os.open("/b/proc/sys/kernel/pid_max", os.O_WRONLY | os.O_CLOEXEC)
+        return os.open(f"/b/proc/sys/kernel/{name}", os.O_WRONLY | os.O_CLOEXEC)
     except OSError:
         return -1
+
+
+def ipc_limits(memory: int) -> dict[str, str]:
+    """Settings that keep System V memory and messages to a part of `memory` bytes: they belong to no process, so the
+    kernel would kill everything in vain to get them back."""
+    return {"kernel.shmall": f"{memory // 8 // _PAGE}", "kernel.msgmni": f"{min(memory // 16 // _QUEUE, _QUEUES)}"}
+
+
+def limit_ipc(pages: int, queues: int, memory: int) -> None:
+    """Write these settings to their files, if `memory` is not 0."""
+    for fd, most in zip((pages, queues), ipc_limits(memory).values(), strict=True):
+        if fd < 0:
+            continue
+        if memory:
+            with contextlib.suppress(OSError):
+                os.write(fd, most.encode())
+        os.close(fd)
 
 
 def limit_processes(pid_max: int, most: int) -> None:

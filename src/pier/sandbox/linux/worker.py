@@ -22,8 +22,9 @@ from typing import Any
 
 from pier.network import plumbing
 from pier.sandbox import seccomp, tree
-from pier.sandbox.linux import kernel, launch, oom, wire
-from pier.sandbox.tree.small import serve_small
+from pier.sandbox.linux import kernel, launch, wire
+from pier.sandbox.linux.kernel import set_oom_score
+from pier.sandbox.tree import serve_small
 
 ALL_CHILDREN = 0x40000000
 """__WALL: children count, whatever signal they send at their end."""
@@ -276,7 +277,7 @@ def _put_in_line(pid: int) -> None:
     with contextlib.suppress(OSError):
         proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            oom.put_in_line(proc, pid)
+            set_oom_score(proc, pid)
         finally:
             os.close(proc)
 

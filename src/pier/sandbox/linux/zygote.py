@@ -3,7 +3,7 @@
 It is small, has one thread, imports everything beforehand and does three things on request: start a sandbox, remove a
 directory, and end when pier does. Its own root is a private tmpfs: `/host` is the machine, `/lowers/N` are the layers
 in use (with shifted ids, when root), so that a clone of this process finds them without being able to read pier's home.
-Clones are made by `pier.sandbox.linux.spares`.
+Clones are made by `pier.sandbox.linux.pid1`.
 
 Run as `python -I -S -c BOOT`; descriptor 0 is its socket to pier, the configuration is its first message.
 """
@@ -22,9 +22,9 @@ from typing import Any
 
 from pier.beneath import remove, remove_some
 from pier.sandbox import tree
-from pier.sandbox.linux import attendant, changes, kernel, unlinked, wire
+from pier.sandbox.linux import attendant, changes, kernel, wire
+from pier.sandbox.linux.pid1 import Spare, Spares, write_maps
 from pier.sandbox.linux.root import HOST, POINTS, find_masks, make_skeleton, make_view
-from pier.sandbox.linux.spares import Spare, Spares, write_maps
 
 _SAME_IDS = {"uid_map": "0 0 65536\n", "gid_map": "0 0 65536\n"}
 _ROOTS_SECRETS = ("kmsg", "slabinfo", "kpagecount", "kpageflags", "kpagecgroup", "vmallocinfo", "pagetypeinfo")
@@ -334,7 +334,7 @@ def look(message: dict[str, Any], lowers: list[str], most: int | None = None) ->
     if message["op"] == "measure":
         paths = (HOST + path for path in message["paths"])
         descend = message.get("descend", False)
-        return {"bytes": unlinked.measure(f"{HOST}/proc", message["pid"], *paths, descend=descend)}
+        return {"bytes": changes.measure(f"{HOST}/proc", message["pid"], *paths, descend=descend)}
     return {"changes": changes.compare(HOST + message["path"], lowers, most)}
 
 

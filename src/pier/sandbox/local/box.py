@@ -21,11 +21,10 @@ from pier.beneath import remove_some
 from pier.errors import SandboxError
 from pier.lease import Lease
 from pier.network.plumbing import RESOLV_CONF
-from pier.sandbox.cgroup import ControlGroup, Hierarchies
 from pier.sandbox.contract import Limits, Mount, SandboxSpec
 from pier.sandbox.host import HostRoot, masks
 from pier.sandbox.linux.channel import Answer, Channel, close_all
-from pier.sandbox.linux.disk import DiskWatch, free_bytes
+from pier.sandbox.linux.limits import ControlGroup, DiskWatch, Hierarchies, free_bytes
 from pier.sandbox.linux.wire import OUT_OF_MEMORY
 from pier.sandbox.linux.zygotes import STOP_SECONDS, Zygotes, kill_and_wait
 
@@ -215,7 +214,8 @@ def make_plan(spec: SandboxSpec, host: HostRoot | None, *, enforced_by: Mapping[
         "rlimits": rlimits,
         "processes": (by_init or 0) + _SLACK if by_init else 0,
         "no_new_privileges": spec.no_new_privileges,
-        "shm_size": max(64 << 20, (spec.limits.memory or 0) // 2),
+        "shm_size": spec.limits.memory // 2 if spec.limits.memory else 64 << 20,
+        "memory": spec.limits.memory or 0,
         "watched_memory": (spec.limits.memory or 0) if enforced_by.get("memory") == "watched" else 0,
         "cores": math.ceil(spec.limits.cpus) if spec.limits.cpus and enforced_by.get("cpus") == "affinity" else 0,
     }

@@ -1,9 +1,10 @@
-"""What the readers of agents' session logs share: opening logs, and putting their records together as steps.
+"""The base of the readers of agents' session logs: opening logs, and assembling their records to steps.
 
-A reader passes what a log says to an `Assembler`, in the log's order, and gets one step per model call; memory holds
-the open step and nothing before it. What a log ties to no step (a late answer, a mark of compaction) becomes a separate
-step: nothing in the log is dropped. A log that is one JSON document is read piece by piece, with the memory of its
-largest element; what is whole before a tear counts. An agent may have written anything into its logs and databases.
+A reader is a subclass of `SessionReader` with `find` and `read`. `read` reports the entries of a log in order and the
+base class assembles one step per model call; memory holds the open step and nothing before it. An entry that belongs to
+no step (a late answer, a mark of compaction) becomes a separate step: nothing in the log is dropped. A log that is one
+JSON document is read piece by piece, with the memory of its largest element; what is whole before a tear counts. An
+agent may have written anything into its logs and databases.
 """
 
 from __future__ import annotations
@@ -11,17 +12,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import sqlite3
-import stat
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pier.trajectory.model import (
     Content,
@@ -40,6 +38,7 @@ from pier.trajectory.paged import JsonWindow
 from pier.tree import Tree, TreeError, find_files, open_regular
 
 K = TypeVar("K")
+T = TypeVar("T")
 EXTENSIONS = {"image/png": "png", "image/jpeg": "jpg", "image/gif": "gif", "image/webp": "webp"}
 _DEEPEST = 32
 """The deepest nesting of sessions in a trajectory; one more level holds all that lies deeper."""
@@ -49,28 +48,37 @@ _DEEPEST = 32
 class SessionLog:
     """One session of an agent. Facts other than its steps are filled in while it is read."""
 
-    agent: str
+    reader: type[SessionReader]
     path: Path
-    reader: Callable[[SessionLog, Assembler], Iterator[None]]
-    id: str = ""
+    id: str
     version: str = "unknown"
     model: str | None = None
     cost_usd: float | None = None
     children: list[SessionLog] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    totals: LogTotals | None = None
+    """Set after the last step was read."""
 
-    def child_in(self, words: Content) -> str | None:
+    @property
+    def agent(self) -> str:
+        return self.reader.agent
+
+    def child_in(self, text: Content) -> str | None:
         """The id of a sub-agent that a text names."""
-        return next((child.id for child in self.children if isinstance(words, str) and child.id in words), None)
+        return next((child.id for child in self.children if isinstance(text, str) and child.id in text), None)
+
+    def child_among(self, values: Iterable[Any]) -> str | None:
+        """The first value that is the id of a sub-agent."""
+        return next((child.id for value in values for child in self.children if child.id == value), None)
 
     def steps(self, media: Path | None = None) -> Iterator[Step]:
-        """The steps of the session, in order; `totals` of the assembler are known after the last."""
-        assembler = Assembler(self, media)
-        for _ in self.reader(self, assembler):
-            yield from assembler.drain()
-        assembler.close()
-        yield from assembler.drain()
-        self.extra["totals"] = assembler.totals
+        """The steps of the session, in order."""
+        reader = self.reader(self, media)
+        for _ in reader.read():
+            yield from reader.drain()
+        reader.close()
+        yield from reader.drain()
+        self.totals = reader.totals
 
 
 def nested(found: list[tuple[SessionLog, str | None]]) -> list[SessionLog]:
@@ -156,27 +164,32 @@ class LogTotals:
         )
 
 
-@dataclass(slots=True)
-class _Turn:
-    key: str | None
-    at: str | None
-    model: str | None
-    text: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[StepToolCall] = field(default_factory=list)
-    results: list[ObservationResult] = field(default_factory=list)
-    metrics: Metrics | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+class SessionReader:
+    """Reads the logs of one agent and assembles them to steps."""
 
+    agent: ClassVar[str]
 
-class Assembler:
-    """Takes what a log says and gives whole steps."""
+    @classmethod
+    def find(cls, root: Path) -> list[SessionLog]:
+        """The sessions below a directory, or in one file. A session that another one started is its child."""
+        raise NotImplementedError
+
+    def read(self) -> Iterator[None]:
+        """Read the log from its beginning, and yield wherever whole steps may be taken."""
+        for row in records(self.session.path):
+            self.read_row(row, row.get("timestamp"))
+            yield
+
+    def read_row(self, row: dict[str, Any], at: str | None) -> None:
+        """Read one line of a log that is JSON lines."""
+        raise NotImplementedError
 
     def __init__(self, session: SessionLog, media: Path | None = None) -> None:
         self.session = session
         self.totals = LogTotals()
         self._media = media
-        self._open: _Turn | None = None
+        self._open: Step | None = None
+        self._key: str | None = None
         self._ready: deque[Step] = deque()
         self._last: str | None = None
         self._seen: set[str] = set()
@@ -184,20 +197,21 @@ class Assembler:
     @property
     def key(self) -> str | None:
         """Which model call the open step is of; None if no step is open."""
-        return self._open.key if self._open else None
+        return self._key if self._open else None
 
     @property
     def is_over(self) -> bool:
         """Whether what the model says next is another answer: no step is open, or its tokens or results are known."""
-        return self._open is None or self._open.metrics is not None or bool(self._open.results)
+        return self._open is None or self._open.metrics is not None or self._open.observation is not None
 
     def drain(self) -> Iterator[Step]:
         while self._ready:
             yield self._ready.popleft()
 
-    def say(self, source: Source, message: Content, at: str | None, **extra: Any) -> None:
-        """A step of the user or the system."""
+    def say(self, source: Source, message: Content, at: str | None, *, injected: Any = None, **extra: Any) -> None:
+        """A step of the user or the system; `injected` if the agent itself wrote it in the user's name."""
         self.close()
+        extra["injected"] = True if injected else None
         self._emit(Step(step_id=1, source=source, message=message, timestamp=at, extra=_known(extra)))
 
     def compacted(self, summary: str, at: str | None, **extra: Any) -> None:
@@ -207,28 +221,29 @@ class Assembler:
 
     def take_back(self, summary: str) -> dict[str, Any]:
         """If the open step is the model call that wrote this summary, it is not a step of the work; its usage."""
-        turn = self._open
-        said = "\n\n".join(turn.text).strip() if turn else ""
-        if turn is None or turn.calls or not said or said not in summary:
+        step = self._open
+        text = step.text.strip() if step else ""
+        if step is None or step.tool_calls or not text or text not in summary:
             return {}
         self._open = None
-        if turn.metrics is None:
+        if step.metrics is None:
             return {}
-        return {"input_tokens": turn.metrics.prompt_tokens, "output_tokens": turn.metrics.completion_tokens}
+        return {"input_tokens": step.metrics.prompt_tokens, "output_tokens": step.metrics.completion_tokens}
 
     def turn(self, key: str | None, at: str | None, model: str | None = None) -> None:
         """A model call begins; the step before it is whole. The session's model is that of its first call."""
         self.close()
         self.session.model = self.session.model or model
-        self._open = _Turn(key, at, model)
+        self._key = key
+        self._open = Step(step_id=1, source="agent", message="", timestamp=at, model_name=model, llm_call_count=1)
 
     def text(self, text: str) -> None:
         if self._open and text:
-            self._open.text.append(text)
+            self._open.message = "\n\n".join(filter(None, (self._open.text, text)))
 
     def think(self, text: str) -> None:
         if self._open and text:
-            self._open.thoughts.append(text)
+            self._open.reasoning_content = "\n\n".join(filter(None, (self._open.reasoning_content, text)))
 
     def block(self, block: dict[str, Any], call: str = "", arguments: str = "input") -> None:
         """A block of an answer: a text, a thought, or a tool call if its type is `call`. Others are facts about it."""
@@ -247,25 +262,29 @@ class Assembler:
         if self._open is None:
             self.turn(None, self._last)
         assert self._open is not None
-        if any(call.tool_call_id == id_ for call in self._open.calls):
+        calls = self._open.tool_calls or []
+        if any(call.tool_call_id == id_ for call in calls):
             return
         given = arguments if isinstance(arguments, dict) else {"input": arguments}
         unique = id_ if id_ not in self._seen else f"{id_}#{self.totals.steps + 1}"
         self._seen.add(unique)
-        self._open.calls.append(StepToolCall(tool_call_id=unique, function_name=name, arguments=given))
+        self._open.tool_calls = [*calls, StepToolCall(tool_call_id=unique, function_name=name, arguments=given)]
 
-    def observe(self, call: str | None, content: Content, at: str | None = None, **extra: Any) -> None:
-        """What a tool answered; `child` names the sub-agent that it began, if there is one of this name. An answer that
-        comes after its step is a separate step that names the call."""
-        child = extra.pop("child", None)
-        known = any(child == each.id for each in self.session.children)
-        refs = [SubagentTrajectoryRef(trajectory_id=child)] if known else None
+    def observe(
+        self, call: str | None, content: Content, at: str | None, *, child: Any = None, failed: Any = None, **extra: Any
+    ) -> None:
+        """The result of a tool call; `child` names the sub-agent that it began, if there is one of this name. An answer
+        that comes after its step is a separate step that names the call."""
+        extra["is_error"] = True if failed else None
+        is_child = any(child == each.id for each in self.session.children)
+        refs = [SubagentTrajectoryRef(trajectory_id=child)] if is_child else None
         result = ObservationResult(content=content, subagent_trajectory_ref=refs, extra=_known(extra))
-        own = self._open and any(row.tool_call_id == call for row in self._open.calls)
+        own = self._open and any(row.tool_call_id == call for row in self._open.tool_calls or ())
         if self._open is not None and (own or call is None):
-            if not any(row.source_call_id == call for row in self._open.results if call):
+            known = self._open.observation.results if self._open.observation else []
+            if not any(row.source_call_id == call for row in known if call):
                 result.source_call_id = call
-                self._open.results.append(result)
+                self._open.observation = Observation(results=[*known, result])
             return
         result.extra = _known({"call_id": call, **extra})
         self.close()
@@ -296,30 +315,16 @@ class Assembler:
     def note(self, **extra: Any) -> None:
         """Facts about the open step."""
         if self._open:
-            self._open.extra.update(_known(extra) or {})
+            self._open.extra = {**(self._open.extra or {}), **(_known(extra) or {})} or None
 
     def close(self) -> None:
         """The open step is whole."""
-        turn, self._open = self._open, None
-        if turn is None:
+        step, self._open = self._open, None
+        if step is None:
             return
-        if turn.metrics:
-            self.totals.add(turn.metrics)
-        self._emit(
-            Step(
-                step_id=1,
-                source="agent",
-                message="\n\n".join(turn.text),
-                timestamp=turn.at,
-                model_name=turn.model,
-                reasoning_content="\n\n".join(turn.thoughts) or None,
-                tool_calls=turn.calls or None,
-                observation=Observation(results=turn.results) if turn.results else None,
-                metrics=turn.metrics,
-                llm_call_count=1,
-                extra=turn.extra or None,
-            )
-        )
+        if step.metrics:
+            self.totals.add(step.metrics)
+        self._emit(step)
 
     def content(self, content: Any, *, whole: bool = False) -> Content:
         """A text, or texts and pictures in any shape that logs have them in. What is neither is shown by its type or,
@@ -410,11 +415,12 @@ def arguments_in(text: Any) -> Any:
         return text
 
 
-def function_response(answer: dict[str, Any], assembler: Assembler) -> Content:
-    """What a tool answered in Gemini's words, with the pictures that it gave."""
-    response = answer.get("response") or {}
-    text = str(response.get("output") or response.get("error") or response or "")
-    return assembler.content([text, *answer["parts"]]) if answer.get("parts") else text
+def split(blocks: Iterable[T], is_result: Callable[[T], Any]) -> tuple[list[T], list[T]]:
+    """The blocks of a message that are results of tools, and the others."""
+    found: tuple[list[T], list[T]] = [], []
+    for block in blocks:
+        found[0 if is_result(block) else 1].append(block)
+    return found
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
@@ -459,38 +465,3 @@ def members(path: Path, listed: str) -> Iterator[tuple[str, Any]]:
                     yield key, window.value()
             else:
                 yield key, window.value()
-
-
-_LONGEST = 256 * 1024 * 1024
-"""Bytes of the longest value that a query may give or compute."""
-_TABLES = "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0"
-
-
-@contextmanager
-def opened(path: Path, *tables: str) -> Iterator[sqlite3.Connection]:
-    """The database as it is, unwritten messages of its journal included; where that cannot be, without them.
-    `sqlite3.DatabaseError` if one of `tables` is missing or computed, or a file next to it is not a regular one."""
-    for end in ("", "-wal", "-shm", "-journal"):
-        if os.path.lexists(f"{path}{end}") and not stat.S_ISREG(os.lstat(f"{path}{end}").st_mode):
-            raise sqlite3.DatabaseError(f"{path.name}{end} is not a regular file")
-    for how in ("mode=ro", "immutable=1"):
-        with closing(sqlite3.connect(f"{path.as_uri()}?{how}", uri=True)) as database:
-            database.row_factory = sqlite3.Row
-            database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
-            try:
-                found = database.execute(_TABLES).fetchall()
-            except sqlite3.OperationalError:
-                if how == "immutable=1":
-                    raise
-                continue
-            if missing := set(tables) - {name for (name,) in found}:
-                raise sqlite3.DatabaseError(f"{path.name} has no table {missing.pop()}")
-            yield database
-            return
-
-
-def databases(root: Path, name: str, query: str, *tables: str) -> Iterator[tuple[Path, list[sqlite3.Row]]]:
-    """The databases of this name at `root`, each with what a query gives; those that cannot be read are left out."""
-    for path in find_files(root, name):
-        with suppress(sqlite3.DatabaseError), opened(path, *tables) as database:
-            yield path, database.execute(query).fetchall()

@@ -13,19 +13,29 @@ from pier.errors import UsageError
 from pier.files import write_parts
 from pier.plugin import load
 from pier.trajectory.model import VERSION, Trajectory
-from pier.trajectory.native.assemble import LogTotals, SessionLog
+from pier.trajectory.native.assemble import SessionLog
 from pier.tree import TreeError
 
-READERS = (
-    *("claude-code", "codex", "gemini-cli", "opencode", "mini-swe-agent", "openhands", "qwen-code", "goose", "pi"),
-    *("kimi", "cline", "copilot"),
-)
-"""The agents whose logs can be read: each has a module here, whose `find` gives the sessions in a directory or file."""
+READERS = {
+    "claude-code": "lines:ClaudeCodeReader",
+    "codex": "lines:CodexReader",
+    "gemini-cli": "gemini:GeminiCliReader",
+    "opencode": "databases:OpenCodeReader",
+    "mini-swe-agent": "documents:MiniSweAgentReader",
+    "openhands": "documents:OpenHandsReader",
+    "qwen-code": "gemini:QwenCodeReader",
+    "goose": "databases:GooseReader",
+    "pi": "lines:PiReader",
+    "kimi": "lines:KimiReader",
+    "cline": "documents:ClineReader",
+    "copilot": "lines:CopilotReader",
+}
+"""The agents whose logs can be read, and the readers: modules of this package and classes in them."""
 
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]")
 _LONGEST = 150
 _BROKEN = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError, TreeError)
-"""What readers raise where a log is not as its agent writes it."""
+"""The exceptions of readers where a log is not as its agent writes it."""
 
 
 def find_sessions(root: Path, agent: str | None = None) -> list[SessionLog]:
@@ -37,7 +47,7 @@ def find_sessions(root: Path, agent: str | None = None) -> list[SessionLog]:
     found: list[SessionLog] = []
     for name in names:
         with _readable(name, root):
-            found += load(f"pier.trajectory.native.{name.replace('-', '_')}:find")(root)
+            found += load(f"pier.trajectory.native.{READERS[name]}").find(root)
     if not found:
         raise UsageError(f"there are no session logs of {' or '.join(names)} at {root}", code="trajectory")
     return found
@@ -93,9 +103,9 @@ def _head(session: SessionLog) -> dict[str, Any]:
 
 
 def _tail(session: SessionLog) -> dict[str, Any]:
-    extra = {key: value for key, value in session.extra.items() if key != "totals" and value is not None}
-    totals: LogTotals = session.extra["totals"]
-    final = totals.final(session.cost_usd).model_dump(exclude_none=True)
+    extra = {key: value for key, value in session.extra.items() if value is not None}
+    assert session.totals is not None, "the steps are read first"
+    final = session.totals.final(session.cost_usd).model_dump(exclude_none=True)
     return {"final_metrics": final, **({"extra": extra} if extra else {})}
 
 
