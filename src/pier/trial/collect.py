@@ -30,7 +30,7 @@ from pier.files import write_json
 from pier.record import FILE_NAMES
 from pier.sandbox.compose import MAIN
 from pier.sandbox.contract import DISK_FAULTS, Sandbox, Stream
-from pier.sandbox.linux.changes import measure
+from pier.sandbox.linux.changes import measure_tree
 from pier.task.model import Artifact
 from pier.tree import Tree, TreeError, find_entry
 from pier.trial.environment import TaskSandbox
@@ -228,7 +228,7 @@ async def _take(
     try:
         left_out = await sandbox.download(source, incoming, exclude=exclude, max_bytes=most, keep_empty=False)
         came = find_entry(incoming)
-        if most < ARTIFACT_LIMIT and await asyncio.to_thread(measure, str(incoming)) > most:
+        if most < ARTIFACT_LIMIT and await asyncio.to_thread(measure_tree, str(incoming)) > most:
             raise TreeError("too_large", f"it takes more than {most} bytes of disk: {source}")
         if came is not None:
             _store(kept, incoming, place)
