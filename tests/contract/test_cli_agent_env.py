@@ -135,8 +135,14 @@ except urllib.error.HTTPError as error:
 
 
 async def test_an_agent_that_takes_too_long_is_killed_and_scored(tmp_path: Path) -> None:
-    env = environment(ASK_ONCE + "\nimport time; time.sleep(600)", home=tmp_path / "agent.py", timeout_seconds=3)
-    (row,) = (await env.evaluate(policy, "tiny", state_columns=["agent_timed_out", "timed_out"]))["outputs"]
+    class Reading(vf.CliAgentEnv):
+        async def post_rollout(self, state: vf.State) -> None:
+            state["said"] = state["agent_stdout"], state["agent_stderr"]
+
+    code = ASK_ONCE + "\nimport time; sys.stdout.flush(); time.sleep(600)"
+    env = environment(code, home=tmp_path / "agent.py", timeout_seconds=3, kind=Reading)
+    (row,) = (await env.evaluate(policy, "tiny", state_columns=["agent_timed_out", "timed_out", "said"]))["outputs"]
+    assert row["said"] == ["1 messages\n", ""]
     assert row["agent_timed_out"] and row["timed_out"] and row["stop_condition"] == "timeout_reached"
     assert row["reward"] == 1.0 and row["error"] is None and row["agent_timeout"] == 1.0
 
@@ -406,7 +412,7 @@ def test_sync_and_the_command_line(tmp_path: Path, pier_home: Path) -> None:
     assert found["metadata"]["env_id"] == "my-env" and found["metadata"]["env_args"] == {"words": "hi"}
     assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 2
     env = vf.load_environment(str(module))
-    assert env.evaluate_sync(policy, "tiny", num_examples=1)["metadata"]["avg_reward"] == 1.0
+    assert env.evaluate_sync(policy, "tiny", {"temperature": 0.5}, 1, 1, 4)["metadata"]["avg_reward"] == 1.0
 
 
 async def test_the_gateway_may_be_reached_from_outside(tmp_path: Path, unused_tcp_port: int) -> None:

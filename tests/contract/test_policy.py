@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array as array_of
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from pier.gateway import Budget, Gateway, Replicas
 from pier.record.reader import read
 from pier.rollout.samples import Sample, SampleBuilder, broken_promises, samples_of
 from pier.wire.dialects import DIALECTS
-from pier.wire.turn import ModelFailed, Request, Sampling, Text, Tokens, Turn
+from pier.wire.turn import ModelFailed, Request, Sampling, Text, Tokens, Turn, TurnEnd, stream_turn
 from tests.contract.test_derivation_wire import Agent
 from tests.contract.test_samples_wire import server
 from tests.gateway_fakes import fake_provider, thinks
@@ -191,6 +192,23 @@ async def test_a_policy_that_gives_something_else_or_nothing() -> None:
     async def refuses(request: Request) -> Any:
         raise ModelFailed("too long", status=400, kind="context_length")
 
+    async def cancelled(request: Request) -> Any:
+        raise asyncio.CancelledError
+
+    async def text(request: Request) -> Any:
+        return Turn("ok")  # type: ignore[arg-type]
+
+    async def array(request: Request) -> Any:
+        return with_tokens((1,), array_of("q", (1, 2)), (-0.1, -0.2))
+
+    async def words(request: Request) -> Any:
+        yield "ok"
+
+    async def nothing(request: Request) -> Any:
+        for delta in stream_turn(says("ok")):
+            if not isinstance(delta, TurnEnd):
+                yield delta
+
     async with Gateway(silence=0.2) as gateway:
         url = await gateway.serve()
         wanted = [
@@ -198,11 +216,19 @@ async def test_a_policy_that_gives_something_else_or_nothing() -> None:
             (raises, 502, "the policy raised RuntimeError: at once"),
             (hangs, 502, "silent for 0.2 s"),
             (refuses, 400, "too long"),
+            (cancelled, 502, "the policy was cancelled"),
+            (text, 502, "gave a turn with a str: expected parts"),
+            (array, 502, "gave tokens as a array: expected a tuple"),
+            (words, 502, "gave a str in its stream: expected a Delta"),
+            (nothing, 502, "stream ended before the turn was over"),
+            (lambda _: says("plain"), 200, "plain"),
+            (lambda _: "a text", 200, "a text"),
         ]
         for policy, status, said in wanted:
             session = gateway.session("m", upstream=policy)
             got = await ask(url, session.key)
             assert got[0] == status and said in got[1], got
+            assert session.counts.faults == ({502: {"provider": 1}, 400: {"agent": 1}}.get(status, {}))
 
 
 async def test_the_version_of_each_call_is_written_down(tmp_path: Path) -> None:

@@ -36,6 +36,14 @@ class Silent(Agent):
         return Launch(("true",))
 
 
+class NoSession(BytePolicy):
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def for_session(self, labels: Any) -> BytePolicy:
+        raise RuntimeError("no server is free")
+
+
 ROOT = Path(__file__).resolve().parents[2]
 WORK = [call("ls /", 1), call("echo hi > /tmp/answer", 2), says("done")]
 
@@ -103,9 +111,10 @@ async def test_a_stop_is_told_to_the_agent_and_graded_as_it_stands(budget: Budge
     ("policy", "reason", "fault"),
     [
         (BytePolicy([call("echo hi > /tmp/answer"), RuntimeError("no memory")]), "provider_error", "provider"),
+        (NoSession(), "policy_failed", "provider"),
         (BytePolicy([says("never asked")]), "agent_no_calls", None),
     ],
-    ids=["policy raises", "agent never calls"],
+    ids=["policy raises", "no policy for the session", "agent never calls"],
 )
 async def test_a_fault_of_the_policy_is_never_a_zero(policy: Any, reason: str, fault: str, tmp_path: Path) -> None:
     more: dict[str, Any] = {}

@@ -69,6 +69,12 @@ def tampered(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "shorter": {"input_ids": ids[:-1]},
         "longer": {"input_ids": [*ids, 5], "loss_mask": [*mask, 0], "logprobs": [*likely, None]},
         "negative": {"input_ids": [-1, *ids[1:]]},
+        "half": {"input_ids": [0.5, *ids[1:]]},
+        "true": {"input_ids": [True, *ids[1:]]},
+        "no list": {"input_ids": 5},
+        "words": {"loss_mask": ["a"] * len(mask)},
+        "no mask": {"loss_mask": 5},
+        "maybe": {"trainable": "yes"},
         "no log-prob": {"logprobs": [None if i == place else value for i, value in enumerate(likely)]},
         "positive": {"logprobs": [0.5 if i == place else value for i, value in enumerate(likely)]},
         "moved": {"logprobs": [likely[place], *likely[1:]]},
@@ -124,8 +130,12 @@ def test_the_command_says_what_is_broken(tmp_path: Path) -> None:
     other.write_text('{"messages": []}\n')
     with pytest.raises(UsageError, match="expected a sample of the format pier"):
         check_file(other)
-    other.write_text("{\n")
-    with pytest.raises(UsageError, match="not JSON"):
-        check_file(other)
+    for damaged in (b"{\n", b"\xff\n", b"[" * 100_000):
+        other.write_bytes(damaged)
+        with pytest.raises(UsageError, match="not JSON"):
+            check_file(other)
     parquet = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'pier[parquet]'")
     assert parquet and check_file(written([row], tmp_path / "good.parquet")).broken == []
+    (tmp_path / "torn.parquet").write_bytes((tmp_path / "good.parquet").read_bytes()[:-9])
+    with pytest.raises(UsageError, match="not Parquet"):
+        check_file(tmp_path / "torn.parquet")

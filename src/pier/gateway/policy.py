@@ -1,7 +1,7 @@
 """Models of one's own behind the gateway: a Python callable (`Policy`), or inference servers (`Replicas`).
 
 A policy gets each request in canonical form and gives a turn with its exact tokens, or the turn's deltas as they are
-sampled. Its object may have more, all of it optional:
+sampled. It may be an async function; while a plain one runs, nothing else does. Its object may have more, all optional:
 
 - `version`: the version of its weights, written down with every call; it may change from call to call.
 - `vocab_size`: token ids outside of the vocabulary fail the call.
@@ -17,23 +17,26 @@ tokens that cannot be right fail the call as a fault of the provider: such a rol
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeGuard, TypeVar
 
 from pier.errors import PierError, ProviderError, UsageError
 from pier.gateway.providers import Provider, at_address
 from pier.wire.translate import Memory
-from pier.wire.turn import Delta, Request, Sampling, Text, Tokens, Turn
+from pier.wire.turn import Delta, Part, Request, Sampling, Text, Tokens, Turn
 
 T = TypeVar("T")
+PolicyAnswer = Turn | str | Awaitable[Turn | str] | AsyncIterator[Delta]
 
 
 class Policy(Protocol):
-    """A model as a Python callable: given a request, an awaitable turn (or just its text), or a stream of deltas."""
+    """A model as a Python callable: given a request, a turn (or just its text), plain or awaitable, or a stream of
+    deltas."""
 
-    def __call__(self, request: Request, /) -> Awaitable[Turn | str] | AsyncIterator[Delta]: ...
+    def __call__(self, request: Request, /) -> PolicyAnswer: ...
 
 
 class PolicyFailed(ProviderError):
@@ -80,7 +83,12 @@ def for_session(upstream: Upstream | None, labels: Mapping[str, str]) -> str | P
     if isinstance(upstream, Replicas):
         return upstream.for_session(labels)
     choose = getattr(upstream, "for_session", None)
-    return choose(labels) if choose is not None else upstream
+    try:
+        return choose(labels) if choose is not None else upstream
+    except PierError:
+        raise
+    except Exception as error:  # as in `guarded`
+        raise PolicyFailed(f"the policy's for_session raised {type(error).__name__}: {error}") from error
 
 
 def as_sampled(request: Request, memory: Memory) -> Request:
@@ -91,7 +99,7 @@ def as_sampled(request: Request, memory: Memory) -> Request:
     return replace(request, messages=messages)
 
 
-async def guarded(work: Awaitable[T], seconds: float) -> T:
+async def guarded(work: Awaitable[T], seconds: float | None) -> T:
     """What a policy gives; whatever it raises is a `ProviderError`, as is a silence of more than `seconds`."""
     clock = asyncio.timeout(seconds)
     try:
@@ -99,13 +107,26 @@ async def guarded(work: Awaitable[T], seconds: float) -> T:
             return await work
     except (ProviderError, StopAsyncIteration):
         raise
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        raise PolicyFailed("the policy was cancelled") from None
     except Exception as error:  # this is where a policy's failures are attributed to it
         if clock.expired() and not isinstance(error, PierError):
             raise PolicyFailed(f"the policy was silent for {seconds:g} s") from None
         raise PolicyFailed(f"the policy raised {type(error).__name__}: {error}") from error
 
 
-def begin(policy: Policy, request: Request) -> Awaitable[Turn | str] | AsyncIterator[Delta]:
+def is_stream(answer: PolicyAnswer) -> TypeGuard[AsyncIterator[Delta]]:
+    return isinstance(answer, AsyncIterator)
+
+
+async def whole(answer: object, seconds: float | None) -> object:
+    """A policy's answer that it does not stream."""
+    return await guarded(answer, seconds) if inspect.isawaitable(answer) else answer
+
+
+def begin(policy: Policy, request: Request) -> PolicyAnswer:
     """Call a policy; what it raises before anything is awaited is its failure too."""
     try:
         return policy(request)
@@ -121,6 +142,9 @@ def checked(turn: object, policy: Policy, sampling: Sampling | None) -> Turn:
         return Turn((Text(turn),))
     if not isinstance(turn, Turn):
         raise PolicyFailed(f"the policy gave a {type(turn).__name__}: expected a Turn or a str")
+    for part in turn.parts if isinstance(turn.parts, list | tuple) else (turn.parts,):
+        if not isinstance(part, Part):
+            raise PolicyFailed(f"the policy gave a turn with a {type(part).__name__}: expected parts such as Text")
     check_tokens(turn.tokens, policy, sampling)
     return turn
 
@@ -129,6 +153,9 @@ def check_tokens(tokens: Tokens | None, policy: Policy, sampling: Sampling | Non
     """`PolicyFailed` for tokens that no sample could be made of. `sampling` is what the session prescribes."""
     if tokens is None:
         return
+    for some in (tokens.prompt_ids, tokens.completion_ids, tokens.logprobs):
+        if not isinstance(some, list | tuple | None):
+            raise PolicyFailed(f"the policy gave tokens as a {type(some).__name__}: expected a tuple of numbers")
     ids, likely = tokens.completion_ids, tokens.logprobs
     if likely is not None and len(likely) != len(ids or ()):
         raise PolicyFailed(f"the policy gave {len(ids or ())} token ids and {len(likely)} log-probs")

@@ -8,17 +8,16 @@ request is read into its canonical form, and the answer is written from canonica
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from pier.errors import ProviderError
 from pier.gateway.call import Exchange
-from pier.gateway.policy import as_sampled, begin, check_tokens, checked, guarded
+from pier.gateway.policy import PolicyFailed, as_sampled, begin, check_tokens, checked, guarded, is_stream, whole
 from pier.gateway.providers import Target
 from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
 from pier.record.redact import Scrubber
@@ -228,14 +227,13 @@ async def decided(x: Exchange, policy: Policy) -> None:
     request = as_sampled(x.request, x.memory)
     try:
         answer = begin(policy, request)
-        if inspect.isawaitable(answer):
-            said = await guarded(cast("Awaitable[Turn | str]", answer), x.upstreams.silence)
-            turn = checked(said, policy, x.sampling)
-            x.turn.spend()
-            x.memory.remember(turn)
-            return await _deliver(x, turn)
-        async with aclosing(_begun(x, policy, cast("AsyncIterator[Delta]", answer))) as deltas:
-            return await _render(x, deltas)
+        if is_stream(answer):
+            async with aclosing(_begun(x, policy, answer)) as deltas:
+                return await _render(x, deltas)
+        turn = checked(await whole(answer, x.upstreams.silence), policy, x.sampling)
+        x.turn.spend()
+        x.memory.remember(turn)
+        return await _deliver(x, turn)
     except ModelFailed as failed:
         return await x.fail(failed.status, str(failed), failed.kind)
     except ProviderError as error:
@@ -244,17 +242,22 @@ async def decided(x: Exchange, policy: Policy) -> None:
 
 async def _begun(x: Exchange, policy: Policy, deltas: AsyncIterator[Delta]) -> AsyncGenerator[Delta, None]:
     """A policy's stream, which costs a turn once it gives something, and ends when the agent leaves."""
-    whole = TurnBuilder()
+    builder, over = TurnBuilder(), False
     try:
         while (delta := await guarded(anext(deltas, None), x.upstreams.silence)) is not None:
-            whole.add(delta)
+            if not isinstance(delta, Delta):
+                raise PolicyFailed(f"the policy gave a {type(delta).__name__} in its stream: expected a Delta")
+            builder.add(delta)
+            over = over or isinstance(delta, TurnEnd | StreamError)
             if isinstance(delta, TurnEnd):
-                turn = whole.turn()
+                turn = builder.turn()
                 check_tokens(turn.tokens, policy, x.sampling)
                 x.memory.remember(turn)
             if not isinstance(delta, StreamError):
                 x.turn.spend()
             yield delta
+        if not over:
+            raise PolicyFailed("the policy's stream ended before the turn was over")
     finally:
         if isinstance(deltas, AsyncGenerator):
             await deltas.aclose()

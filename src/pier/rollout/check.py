@@ -36,6 +36,13 @@ class SampleCheck:
     trained: int = 0
     broken: list[str] = field(default_factory=list)
 
+    def count(self, row: Row) -> None:
+        self.exact += row["exact"]
+        self.trainable += row["trainable"]
+        self.without_logprobs += row["exact"] and row["logprobs"] is None
+        self.ids += len(row["input_ids"] or ())
+        self.trained += sum(row["loss_mask"] or ())
+
     @property
     def summary(self) -> str:
         share = f", {self.trained / self.ids:.1%} of {self.ids} ids trained" if self.ids else ""
@@ -61,15 +68,11 @@ def check_file(path: Path, vocab_size: int | None = None) -> SampleCheck:
         found.rows += 1
         try:
             problems = list(_problems(row, seen, vocab_size))
+            found.count(row)
         except (TypeError, KeyError, ValueError, IndexError) as error:
             problems = [f"it cannot be read: {type(error).__name__}: {error}"]
         for problem in problems[: _MOST - len(found.broken)]:
             found.broken.append(f"line {number}: {row.get('id')}: {problem}")
-        found.exact += bool(row.get("exact"))
-        found.trainable += bool(row.get("trainable"))
-        found.without_logprobs += bool(row.get("exact") and row.get("logprobs") is None)
-        found.ids += len(row.get("input_ids") or ())
-        found.trained += sum(row.get("loss_mask") or ())
     return found
 
 
@@ -77,11 +80,11 @@ def _read(path: Path) -> Iterator[Any]:
     if path.suffix == ".parquet":
         yield from _read_parquet(path)
         return
-    with path.open(encoding="utf-8") as stream:
+    with path.open("rb") as stream:
         for number, line in enumerate(stream, 1):
             try:
                 yield json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UsageError(f"{path}:{number}: not JSON: {error}", code="not-samples") from None
 
 
@@ -90,10 +93,13 @@ def _read_parquet(path: Path) -> Iterator[Any]:
         from pyarrow import parquet
     except ImportError:
         raise UsageError(f"{path}: Parquet files need pyarrow", hint="pip install 'pier-agents[parquet]'") from None
-    for batch in parquet.ParquetFile(path).iter_batches(batch_size=64):
-        for row in batch.to_pylist():
-            nested = {name: json.loads(row[name]) for name in ("spans", "calls") if isinstance(row.get(name), str)}
-            yield {**row, **nested}
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches(batch_size=64):
+            for row in batch.to_pylist():
+                nested = {name: json.loads(row[name]) for name in ("spans", "calls") if isinstance(row.get(name), str)}
+                yield {**row, **nested}
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{path}: not Parquet: {error}", code="not-samples") from None
 
 
 class _Seen:
@@ -111,6 +117,9 @@ def _problems(row: Row, seen: _Seen, vocab_size: int | None) -> Iterator[str]:
     if row["id"] in seen.rows:
         yield "another sample has the same id"
     seen.rows.add(row["id"])
+    for name in ("exact", "trainable"):
+        if not isinstance(row[name], bool):
+            yield f"{name} is {row[name]!r}: expected true or false"
     rollout = row["rollout_id"]
     if seen.rewards.setdefault(rollout, row["reward"]) != row["reward"]:
         yield "another sample of the rollout has another reward"
@@ -130,9 +139,10 @@ def _token_problems(row: Row, seen: _Seen, vocab_size: int | None) -> Iterator[s
     if len(mask) != len(ids) or (likely is not None and len(likely) != len(ids)):
         yield f"{len(ids)} ids, {len(mask)} in the mask, {len(likely or ids)} log-probs"
         return
-    if wrong := next((token for token in ids if token < 0 or (vocab_size is not None and token >= vocab_size)), None):
-        yield f"the id {wrong} is outside of the vocabulary"
-    if not set(mask) <= {0, 1}:
+    most = math.inf if vocab_size is None else vocab_size
+    if wrong := [token for token in ids if type(token) is not int or not 0 <= token < most]:
+        yield f"the id {wrong[0]!r} is outside of the vocabulary"
+    if not set(mask) <= {0, 1} or not set(map(type, mask)) <= {int}:
         yield "the mask has other values than 0 and 1"
     sampled = {place for span in spans if span["trained"] for place in range(span["start"], span["end"])}
     if {place for place, bit in enumerate(mask) if bit} != sampled:

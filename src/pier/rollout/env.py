@@ -425,10 +425,12 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
         """Set what is known once the agent is done: `completion`, the stop and the error."""
         live = self._live.get(state.get("rollout_id", ""))
         if live is None:
-            state["completion"] = []
+            state["completion"], state["termination_reason"] = [], _termination(state)
             return
         if live.job is not None:
             await self.sandbox_client.kill_job(live.job)
+            if (result := live.job.result) is not None:  # of a killed agent, what it wrote by then
+                state["agent_stdout"], state["agent_stderr"] = result.text, result.error_text
         await live.session.drain()
         await self._take_turns(state, live)
         live.log.finish(state)

@@ -188,6 +188,7 @@ class RolloutEnvironment(ABC):
         sampling_args: Mapping[str, Any] | None = None,
         num_examples: int = -1,
         rollouts_per_example: int = 1,
+        max_concurrent: int = -1,
         *,
         shuffle: bool = False,
         shuffle_seed: int | None = None,
@@ -198,13 +199,17 @@ class RolloutEnvironment(ABC):
             rollouts_per_example
         )
         seed = {"shuffle": shuffle, "shuffle_seed": (shuffle_seed or 0) if shuffle else None}
-        return await self.generate(rows, client, model, sampling_args, **seed, **options)
+        return await self.generate(rows, client, model, sampling_args, max_concurrent, **seed, **options)
 
-    def evaluate_sync(self, client: Any = None, model: str = "", **options: Any) -> dict[str, Any]:
-        return _run(lambda: self.evaluate(client, model, **options))
+    def evaluate_sync(self, client: Any = None, model: str = "", *more: Any, **options: Any) -> dict[str, Any]:
+        """As `evaluate`, with the same arguments."""
+        return _run(lambda: self.evaluate(client, model, *more, **options))
 
-    def generate_sync(self, inputs: Any, client: Any = None, model: str = "", **options: Any) -> dict[str, Any]:
-        return _run(lambda: self.generate(inputs, client, model, **options))
+    def generate_sync(
+        self, inputs: Any, client: Any = None, model: str = "", *more: Any, **options: Any
+    ) -> dict[str, Any]:
+        """As `generate`, with the same arguments."""
+        return _run(lambda: self.generate(inputs, client, model, *more, **options))
 
     async def generate(
         self,

@@ -12,8 +12,7 @@ the trunk changed.
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import AsyncIterator, Awaitable, Collection
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from aiohttp import ClientSession, ClientTimeout
 from pier.errors import ProviderError, SandboxError, UsageError
 from pier.figures import mean
 from pier.gateway import Gateway
-from pier.gateway.policy import Policy, Upstream, begin, checked, for_session, version_of
+from pier.gateway.policy import Policy, Upstream, begin, checked, for_session, is_stream, version_of, whole
 from pier.gateway.providers import Provider
 from pier.image.model import Image
 from pier.redact import Redactor
@@ -99,10 +98,10 @@ class _Player:
 
     async def answer(self, request: Request) -> Turn:
         answer = begin(self._policy, request)
-        if inspect.isawaitable(answer):
-            return checked(await cast("Awaitable[Turn | str]", answer), self._policy, None)
+        if not is_stream(answer):
+            return checked(await whole(answer, None), self._policy, None)
         builder = TurnBuilder()
-        async with aclosing(cast("AsyncIterator[Delta]", answer)) as deltas:  # type: ignore[type-var]
+        async with aclosing(cast("AsyncGenerator[Delta]", answer)) as deltas:
             async for delta in deltas:
                 builder.add(delta)
         return builder.turn()
