@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -375,12 +374,9 @@ class StuckReader(Exchange):
     """An exchange whose agent takes the first sign of life only after a while."""
 
     def __init__(self) -> None:
-        self.sign_of_life, self.caller = b"sign", SimpleNamespace(request=self)
+        self.sign_of_life, self.caller = b"sign", SimpleNamespace(request=self, started=True)
         self._keep_alive, self._last_write = 0.01, 0.0
         self.signs, self.full = 0, False
-
-    def start(self, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        pass
 
     def send(self, data: bytes) -> None:
         self.signs += 1
