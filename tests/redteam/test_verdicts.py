@@ -148,7 +148,7 @@ async def test_a_failing_provider_leaves_no_reward(place: str, tmp_path: Path) -
         async with bench(place, root, behaviour, dialect) as trials:
             stream = {"stream": True} if "stream" in name else {}
             result = await trials.run(ask(dialect, **stream) + ("exit 3" if number % 2 else ""), good)
-            assert told(result) == (code, "provider", None), name
+            assert told(result) == (code, "provider", None), (name, result.exception_info)
 
 
 @route("verdicts", "a rate limit or an outage that passes", "the agent never sees it, and is graded")
