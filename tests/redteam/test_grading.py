@@ -149,12 +149,15 @@ async def test_planting_while_the_tests_run_is_noted(place: str, tmp_path: Path)
 @everywhere
 async def test_survivors_are_listed_without_secrets(place: str, tmp_path: Path) -> None:
     long = "x" * 1000
-    solve = f"(setsid bash -c 'sleep 600; true' canary-of-a-secret {long} < /dev/null > /dev/null 2>&1 &)"
+    survivor = (
+        f"(setsid bash -c 'touch /tmp/up; sleep 600; true' canary-of-a-secret {long} < /dev/null > /dev/null 2>&1 &)"
+    )
+    solve = f"{survivor}\nuntil [ -e /tmp/up ]; do sleep 0.05; done"
     task = write_task(tmp_path / "task", solve=solve, test="#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n")
     async with open_place(place, tmp_path / "trials") as bench:
         result = await bench.run(task, secrets=("canary-of-a-secret",))
     (line,) = (line for line in survivors(result) if "bash -c" in line)
-    assert "user 0: bash -c sleep 600; true [REDACTED] xxx" in line and len(line) < 400
+    assert "user 0: bash -c touch /tmp/up; sleep 600; true [REDACTED] xxx" in line and len(line) < 400
 
 
 STEPS = '[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n'
