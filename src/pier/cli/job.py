@@ -11,12 +11,37 @@ import click
 from pier.cli.output import JSON, echo
 from pier.cli.run import JOBS_DIR, JobPath, LimitsCommand, given_settings, run
 
-DIRECTORY = click.argument("directory", metavar="JOB", type=JobPath(), required=False)
+_JOB_PATH = "pier.job_path"
+
+
+def _job(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path:
+    if (found := value or ctx.meta.get(_JOB_PATH)) is None:
+        raise click.UsageError("Missing argument 'JOB'.")
+    return found
+
+
 DIRECTORIES = click.argument("directories", metavar="JOB...", type=JobPath(), nargs=-1, required=True)
-JOB_PATH = click.option("-p", "--job-path", type=JobPath(), hidden=True)
-ENV_FILE = click.option("--env-file", type=click.Path(dir_okay=False), help="A file of NAME=value lines.")
-CONCURRENT = click.option("-n", "--n-concurrent", type=click.IntRange(1), help="How many trials run at once.")
-QUIET = click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+DIRECTORY = click.argument("directory", metavar="JOB", type=JobPath(), required=False, callback=_job)
+JOB_PATH = click.option(
+    "-p",
+    "--job-path",
+    type=JobPath(),
+    hidden=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda ctx, param, value: ctx.meta.__setitem__(_JOB_PATH, value),
+)
+"""Harbor's spelling of the argument."""
+
+
+def _again(function: Any) -> Any:
+    """The parameters of a command that runs trials of a job again."""
+    env_file = click.option("--env-file", type=click.Path(dir_okay=False), help="A file of NAME=value lines.")
+    concurrent = click.option("-n", "--n-concurrent", type=click.IntRange(1), help="How many trials run at once.")
+    quiet = click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+    for part in (JSON, quiet, env_file, concurrent, JOBS_DIR, JOB_PATH, DIRECTORY):
+        function = part(function)
+    return function
 
 
 @click.group(name="job")
@@ -44,12 +69,12 @@ def list_(jobs_dir: Path, as_json: bool) -> None:
 @JOBS_DIR
 @click.option("--trials", is_flag=True, help="List every trial.")
 @JSON
-def show(directory: Path | None, job_path: Path | None, trials: bool, as_json: bool) -> None:
+def show(directory: Path, trials: bool, as_json: bool) -> None:
     """Show where a job stands."""
     from pier.job.report import print_job
     from pier.job.view import JobView
 
-    print_job(JobView.open(_directory(directory, job_path)), trials=trials, as_json=as_json)
+    print_job(JobView.open(directory), trials=trials, as_json=as_json)
 
 
 @job.command()
@@ -128,40 +153,26 @@ def rm(directories: tuple[Path, ...], first_stop: bool, as_json: bool) -> None:
 
 
 @job.command(cls=LimitsCommand)
-@DIRECTORY
-@JOB_PATH
-@JOBS_DIR
 @click.option("--filter-error-type", "error_types", multiple=True, help="Also retry trials with these errors.")
-@CONCURRENT
-@ENV_FILE
-@QUIET
-@JSON
-def resume(directory: Path | None, job_path: Path | None, error_types: tuple[str, ...], **flags: Any) -> None:
+@_again
+def resume(directory: Path, error_types: tuple[str, ...], **flags: Any) -> None:
     """Run what is left of a job."""
     from pier.job.command import again_and_report
     from pier.job.runner import Wanted
 
     wanted = Wanted(types=frozenset(error_types)) if error_types else None
-    _exit(again_and_report(_directory(directory, job_path), wanted, *_how(flags), _limits(flags)))
+    _exit(again_and_report(directory, wanted, *_how(flags), _limits(flags)))
 
 
 @job.command(cls=LimitsCommand)
-@DIRECTORY
-@JOB_PATH
-@JOBS_DIR
 @click.option(
     "--only",
     type=click.Choice(["infra", "errored", "failed"]),
     help="infra: no verdict, and pier's or the provider's fault. errored: any error. failed: a verdict below 1.",
 )
 @click.option("--trial", "names", multiple=True, metavar="NAME", help="Only this trial.")
-@CONCURRENT
-@ENV_FILE
-@QUIET
-@JSON
-def retry(
-    directory: Path | None, job_path: Path | None, only: str | None, names: tuple[str, ...], **flags: Any
-) -> None:
+@_again
+def retry(directory: Path, only: str | None, names: tuple[str, ...], **flags: Any) -> None:
     """Run finished trials again. Their earlier directories are kept in `.retries`."""
     from pier.job.command import again_and_report
     from pier.job.runner import Wanted
@@ -169,33 +180,20 @@ def retry(
     if only is None and not names:
         raise click.UsageError("missing --only infra, --only errored, --only failed or --trial NAME")
     wanted = Wanted(kind=only, names=frozenset(names))
-    _exit(again_and_report(_directory(directory, job_path), wanted, *_how(flags), _limits(flags)))
+    _exit(again_and_report(directory, wanted, *_how(flags), _limits(flags)))
 
 
 @job.command()
-@DIRECTORY
-@JOB_PATH
-@JOBS_DIR
 @click.option("--job-name", "name", help="The new job's directory.  [default: the old one's with -regrade]")
-@CONCURRENT
-@ENV_FILE
-@QUIET
-@JSON
-def regrade(directory: Path | None, job_path: Path | None, name: str | None, **flags: Any) -> None:
+@_again
+def regrade(directory: Path, name: str | None, **flags: Any) -> None:
     """Run the verifier again on what agents left behind, without any agent.
 
     The job must have been run with --keep-state. Tasks are read as they are now. The old job stays as it is.
     """
     from pier.job.command import regrade_and_report
 
-    _exit(regrade_and_report(_directory(directory, job_path), name, *_how(flags)))
-
-
-def _directory(argument: Path | None, option: Path | None) -> Path:
-    found = argument or option
-    if found is None:
-        raise click.UsageError("Missing argument 'JOB'.")
-    return found
+    _exit(regrade_and_report(directory, name, *_how(flags)))
 
 
 def _wait_for_end(directory: Path) -> None:

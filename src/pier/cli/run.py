@@ -3,6 +3,7 @@ from the model of a job's settings and shown in groups; other commands take some
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Iterator
 from functools import cache
@@ -33,6 +34,13 @@ class JobPath(click.Path):
         path = Path(value)
         named = (ctx.meta if ctx else {}).get(_JOBS_DIR, Path("jobs")) / path
         return named if not path.exists() and ".." not in path.parts and named.exists() else path
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        base, _, last = incomplete.rpartition("/")
+        paths = sorted(ctx.meta.get(_JOBS_DIR, Path("jobs")).joinpath(base).glob(f"{glob.escape(last)}*/"))
+        names = [path.name for path in paths if not path.name.startswith(".")]
+        found = [CompletionItem(f"{base}/{name}" if base else name) for name in names]
+        return found or [CompletionItem(incomplete, type="dir")]
 
 
 JOBS_DIR = click.option(

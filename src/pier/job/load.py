@@ -14,7 +14,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +25,7 @@ from pydantic.fields import FieldInfo
 from pier.errors import UsageError
 from pier.job.config import JobConfig, Setting, expected, model_in
 from pier.redact import REDACTED, Redactor
-from pier.secret import HIDDEN, is_secret, looks_secret, secrets_in, secrets_in_text, value_on_disk
+from pier.secret import HIDDEN, TEMPLATE, is_secret, looks_secret, secrets_in, secrets_in_text, value_on_disk
 from pier.trial.record import backend_fields
 
 UNSUPPORTED = tuple(
@@ -351,9 +350,6 @@ def read_job(files: Iterable[str], given: Iterable[tuple[Setting, Any]] = ()) ->
     return parse(apply_flags(merged, given), "the command line", flags)
 
 
-_TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
-
-
 def to_disk(config: JobConfig, env: Mapping[str, str]) -> dict[str, Any]:
     """A configuration as it may stand on disk, in a shape that Harbor reads too."""
     data = config.model_dump(mode="json")
@@ -367,7 +363,7 @@ def fill(value: Any, env: Mapping[str, str], where: str = "") -> Any:
         return {key: fill(each, env, f"{where}.{key}".lstrip(".")) for key, each in value.items()}
     if isinstance(value, list):
         return [fill(each, env, f"{where}[{index}]") for index, each in enumerate(value)]
-    if not isinstance(value, str) or not (match := _TEMPLATE.fullmatch(value)):
+    if not isinstance(value, str) or not (match := TEMPLATE.fullmatch(value)):
         if isinstance(value, str) and (value == HIDDEN or REDACTED in value):
             raise UsageError(
                 f"{where}: this value is secret and was not written to disk",

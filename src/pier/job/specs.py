@@ -253,9 +253,11 @@ def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
             raise UsageError(error.message, code=error.code) from error
     backend = find("backend", environment.backend, BACKENDS)
     options = getattr(backend, "options", ())
-    for name in ("cpu_enforcement_policy", "memory_enforcement_policy"):
-        if getattr(environment, name) not in ("auto", "limit"):
-            raise UsageError(f"environment.{name}: expected auto or limit", code="not-done")
+    for name in ("cpu", "memory"):
+        policy = getattr(environment, f"{name}_enforcement_policy")
+        if policy not in ("auto", "limit"):
+            where = f"environment.{name}_enforcement_policy"
+            raise UsageError(f"invalid value {policy!r} for {where}: expected auto or limit", code="not-done")
     if unknown := [name for name in environment.kwargs if name not in options]:
         known = f"it takes {', '.join(options)}" if options else "it takes none"
         raise UsageError(

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
@@ -64,29 +65,21 @@ class RegistryEntry(_Row):
     tasks: tuple[RegistryTask, ...] = ()
 
 
-def read_dataset(path: Path) -> Dataset:
-    """Read a `dataset.toml`."""
+def _read(path: Path, kind: Any, code: str) -> Any:
+    """A `dataset.toml` or `registry.json`, checked as `kind`."""
     try:
-        return Dataset.model_validate(tomllib.loads(path.read_bytes().decode()))
+        parse = tomllib.loads if path.suffix == ".toml" else json.loads
+        return TypeAdapter(kind).validate_python(parse(path.read_bytes().decode()))
     except ValidationError as error:
-        raise TaskError(f"{path}: {describe(error)}", code="dataset") from error
+        raise TaskError(f"{path}: {describe(error)}", code=code) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise TaskError(f"{path}: cannot be read as TOML: {error}", code="dataset") from error
-
-
-def read_registry(path: Path) -> list[RegistryEntry]:
-    """Read a `registry.json`."""
-    try:
-        return TypeAdapter(list[RegistryEntry]).validate_python(json.loads(path.read_bytes()))
-    except ValidationError as error:
-        raise TaskError(f"{path}: {describe(error)}", code="registry") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise TaskError(f"{path}: cannot be read as JSON: {error}", code="registry") from error
+        form = "TOML" if path.suffix == ".toml" else "JSON"
+        raise TaskError(f"{path}: cannot be read as {form}: {error}", code=code) from error
 
 
 def find_entry(path: Path, name: str | None) -> RegistryEntry:
     """The dataset `name` or `name@version` of a registry; without a name the registry must hold one only."""
-    entries = read_registry(path)
+    entries: list[RegistryEntry] = _read(path, list[RegistryEntry], "registry")
     wanted, _, version = (name or "").partition("@")
     found = [e for e in entries if (not wanted or e.name == wanted) and (not version or e.version == version)]
     if len(found) == 1 or (found and wanted):
@@ -316,7 +309,7 @@ def _in_directory(directory: Path, origin: Origin, warn: Warn) -> list[Origin]:
 def _compare_with_dataset(path: Path, children: Sequence[Path], warn: Warn) -> None:
     """Warn when a `dataset.toml` is out of date. The directory decides which tasks there are."""
     try:
-        listed = {row.name.rpartition("/")[2] for row in read_dataset(path).tasks}
+        listed = {row.name.rpartition("/")[2] for row in _read(path, Dataset, "dataset").tasks}
     except TaskError as error:
         warn(f"{error} (ignored: the tasks are the directories next to it)")
         return
@@ -342,7 +335,7 @@ def _in_file(path: Path, name: str | None) -> list[Origin]:
 
 def _in_dataset(path: Path, origin: Origin) -> list[Origin]:
     """The tasks of a `dataset.toml` lie in the directories next to it; digests that it gives must match."""
-    dataset = read_dataset(path)
+    dataset: Dataset = _read(path, Dataset, "dataset")
     found: list[Origin] = []
     for row in dataset.tasks:
         short = row.name.rpartition("/")[2]
