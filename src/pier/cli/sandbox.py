@@ -13,7 +13,7 @@ import termios
 import threading
 import time
 import tty as terminal
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,34 +195,26 @@ def _env(rows: tuple[str, ...]) -> dict[str, str]:
 
 
 async def _attach(process: Process, interactive: bool, tty: bool, ended: asyncio.Event) -> int:
-    async with process, _background() as tasks:
-        with _raw() if tty else contextlib.nullcontext(), _resizing(process.resize):
-            if interactive:
-                tasks.add(asyncio.create_task(_pump(process.write, process.close_stdin)))
-            waiting = asyncio.create_task(process.wait())
-            stopping = asyncio.create_task(ended.wait())
-            tasks.update({waiting, stopping})
-            await asyncio.wait([waiting, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                return 137
-            result = waiting.result()
+    async with process:
+        waiting = asyncio.create_task(process.wait())
+        stopping = asyncio.create_task(ended.wait())
+        tasks: set[asyncio.Task[Any]] = {waiting, stopping}
+        try:
+            with _raw() if tty else contextlib.nullcontext(), _resizing(process.resize):
+                if interactive:
+                    tasks.add(asyncio.create_task(_pump(process.write, process.close_stdin)))
+                await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if not waiting.done():
+                    return 137
+                result = waiting.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
     if result.out_of_memory or result.out_of_disk:
         limit = "--memory" if result.out_of_memory else "--disk"
         click.echo(f"killed: the sandbox exceeded its {limit} limit", err=True)
     return result.exit_code
-
-
-@contextlib.asynccontextmanager
-async def _background() -> AsyncIterator[set[asyncio.Task[Any]]]:
-    """Tasks that end with the block."""
-    tasks: set[asyncio.Task[Any]] = set()
-    try:
-        yield tasks
-    finally:
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
 
 
 def _exec(name: str, command: tuple[str, ...], interactive: bool, tty: bool, options: dict[str, Any]) -> int:

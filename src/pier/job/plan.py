@@ -160,40 +160,30 @@ def _names(task: str, digest: bytes) -> Iterator[str]:
         number = int.from_bytes(hashlib.sha256(suffix.encode() + digest).digest(), "big")
 
 
-class Consent:
-    """Collects what tasks want, then `ask`s. `given` is a yes in advance."""
+def _variables_for(task: Task, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of this environment that a task wants. One that is not set and has no default is a `UsageError`."""
+    found: dict[str, str] = {}
+    for name, default in (row for wanted in _wanted(task) for row in wanted.items()):
+        if name in env:
+            found[name] = env[name]
+        elif default is None:
+            raise UsageError(
+                f"the task {task.name} needs the variable {name}, which is not set",
+                hint=f"export {name}=... or use --env-file",
+                code="missing_variable",
+            )
+    return found
 
-    def __init__(self, env: Mapping[str, str], *, given: bool = False) -> None:
-        self._env = env
-        self._given = given
-        self._wanted: dict[str, str] = {}
-        self.values: dict[str, dict[str, str]] = {}
-        """By the path of a task: the variables of this environment that it wants."""
 
-    def note(self, task: Task) -> None:
-        """Note what a task wants; what is not set and has no default is a `UsageError` at once."""
-        for wanted in _wanted(task):
-            for name, default in wanted.items():
-                if name in self._env:
-                    self._wanted.setdefault(name, task.name)
-                    self.values.setdefault(str(task.path), {})[name] = self._env[name]
-                elif default is None:
-                    raise UsageError(
-                        f"the task {task.name} needs the variable {name}, which is not set",
-                        hint=f"export {name}=... or use --env-file",
-                        code="missing_variable",
-                    )
-
-    def ask(self) -> None:
-        """Get a yes, if any task wants something; a `UsageError` without one."""
-        if not self._wanted or self._given:
-            return
-        rows = ", ".join(f"{name} (for {task})" for name, task in sorted(self._wanted.items()))
-        question = f"tasks request these environment variables: {rows}"
-        if not sys.stdin.isatty():
-            raise UsageError(question, hint="add -y to allow it", code="no-consent")
-        if not click.confirm(f"{question}. Allow it?", err=True):
-            raise UsageError("access to environment variables was denied; nothing was run", code="no-consent")
+def _ask(wanted: Mapping[str, str]) -> None:
+    """Ask the user whether tasks may have variables, each given with the first task that wants it. `UsageError` if
+    not."""
+    rows = ", ".join(f"{name} (for {task})" for name, task in sorted(wanted.items()))
+    question = f"tasks request these environment variables: {rows}"
+    if not sys.stdin.isatty():
+        raise UsageError(question, hint="add -y to allow it", code="no-consent")
+    if not click.confirm(f"{question}. Allow it?", err=True):
+        raise UsageError("access to environment variables was denied; nothing was run", code="no-consent")
 
 
 def _wanted(task: Task) -> Iterator[Mapping[str, str | None]]:
@@ -335,21 +325,23 @@ def plan_job(
 ) -> tuple[MakePlan, dict[str, Any]]:
     """The plan that a configuration asks for, and the configuration as it may stand on disk. `yes` is consent to what
     tasks want to know of this environment; `warn` is called with unknown keys and other warnings."""
-    consent = Consent(env, given=yes)
     disk = to_disk(config, env)
     redactor = Redactor(job_secrets(config.model_dump(mode="json"), env))
-    rows = [(source, _load(source, origins, config, consent, warn)) for source, origins in _find(config, warn)]
+    variables: dict[str, dict[str, str]] = {}
+    rows = [(source, _load(source, origins, config, env, variables, warn)) for source, origins in _find(config, warn)]
     found = [task for each in distinct_sources(rows) for task in each]
     check_tasks(found)
-    wanted = [consent.values.get(task.path, {}) for task in found]
+    wanted = [variables[task.path] for task in found]
+    first = {name: task.name for task, values in reversed([*zip(found, wanted, strict=True)]) for name in values}
     found = [replace(task, **redactor.value({"path": task.path, "git_url": task.git_url})) for task in found]
-    consent.ask()
+    if first and not yes:
+        _ask(first)
     counted = Identity(config, env, _OUTSIDE_TRIALS)
 
     def make(key: bytes) -> Plan:
-        variables = [counted.variables(values, key) for values in wanted]
+        asked = [counted.variables(values, key) for values in wanted]
         agents, settings = counted.agents(key), counted.settings(key)
-        return make_plan(found, agents, settings, config.n_attempts, shown=disk["agents"], variables=variables)
+        return make_plan(found, agents, settings, config.n_attempts, shown=disk["agents"], variables=asked)
 
     return make, disk
 
@@ -410,24 +402,22 @@ def _find(config: JobConfig, warn: Warn) -> list[tuple[Source, list[Origin]]]:
     return found
 
 
-def _load(source: Source, origins: list[Origin], config: JobConfig, consent: Consent, warn: Warn) -> list[PlannedTask]:
-    tasks = [
-        load_task(origin.path, strict=config.strict, verify=not config.verifier.disable, origin=origin)
-        for origin in origins
-    ]
-    for task in tasks:
-        consent.note(task)
+def _load(
+    source: Source,
+    origins: list[Origin],
+    config: JobConfig,
+    env: Mapping[str, str],
+    variables: dict[str, dict[str, str]],
+    warn: Warn,
+) -> list[PlannedTask]:
+    """The tasks of a source. `variables` gets those that each task wants, by the task's path."""
+    found: list[PlannedTask] = []
+    for origin in origins:
+        task = load_task(origin.path, strict=config.strict, verify=not config.verifier.disable, origin=origin)
+        variables[str(task.path)] = _variables_for(task, env)
         for key in task.unknown:
             warn(f"{task.path / 'task.toml'}: {key}")
-    return [
-        PlannedTask(
-            name=task.name,
-            digest=task.digest,
-            path=str(task.path),
-            source=task.origin.source or (source.source if isinstance(source, JobTask) else None),
-            git_url=task.origin.git_url,
-            git_commit_id=task.origin.git_commit,
-            git_path=task.origin.git_path,
-        )
-        for task in tasks
-    ]
+        dataset = origin.source or (source.source if isinstance(source, JobTask) else None)
+        where = (str(task.path), dataset, origin.git_url, origin.git_commit, origin.git_path)
+        found.append(PlannedTask(task.name, task.digest, *where))
+    return found

@@ -205,14 +205,16 @@ def print_comparison(views: Sequence[JobView], *, as_json: bool) -> None:
 def comparison_sides(views: Sequence[JobView]) -> list[ResultGroup]:
     """Each agent with its model, of each job, over all datasets; jobs with one agent go by their own names."""
     sides: list[ResultGroup] = []
+    alike = len({view.name for view in views}) < len(views)
     for view in views:
+        name = str(view.directory) if alike else view.name
         agents = dict.fromkeys((group.agent, group.model) for group in view.groups)
         if not agents:
             reason = "; ".join(view.problems) or "it has no trials"
             raise UsageError(f"cannot compare {view.directory}: {reason}", hint=f"pier job show {view.directory}")
         for agent, model in agents:
             own = f"{agent} {model}" if model else agent
-            label = view.name if len(agents) == 1 else own if len(views) == 1 else f"{view.name}: {own}"
+            label = name if len(agents) == 1 else own if len(views) == 1 else f"{name}: {own}"
             rows = tuple(row for row in view.trials if (row.agent, row.model) == (agent, model))
             sides.append(ResultGroup(label, agent, model, "", rows))
     if len(sides) < 2:
