@@ -120,6 +120,22 @@ def test_completion_knows_commands_flags_and_values(words: str, found: set[str])
     assert {row.partition(",")[2] for row in done.stdout.split()} == found
 
 
+def test_completion_knows_jobs_and_their_trials(tmp_path: Path) -> None:
+    (tmp_path / "jobs" / "one" / "hello__abc").mkdir(parents=True)
+    (tmp_path / "jobs" / ".hidden").mkdir()
+    for words, found in (("pier job logs ", "plain,one"), ("pier trial show one/h", "plain,one/hello__abc")):
+        env = os.environ | {"COMP_WORDS": words, "COMP_CWORD": "3", "_PIER_COMPLETE": "bash_complete"}
+        done = subprocess.run([sys.executable, "-m", "pier"], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.stdout.split() == [found]
+
+
+def test_every_command_on_jobs_names_the_alternative_to_a_flag_of_harbor(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("show", "regrade", "resume"):
+        with pytest.raises(SystemExit) as stopped:
+            main(["job", command, "x", "--launch"])
+        assert stopped.value.code == 2 and "--launch: pier does not support" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from pier.cli.output import JSON, echo
-from pier.cli.run import JOBS_DIR, JobPath, LimitsCommand, given_settings, run
+from pier.cli.run import JOBS_DIR, HarborCommand, JobPath, LimitsCommand, given_settings, run
 
 _JOB_PATH = "pier.job_path"
 
@@ -49,6 +49,7 @@ def job() -> None:
     """Look at, compare, stop, resume, retry, regrade and remove jobs. JOB is a directory, or a name in --jobs-dir."""
 
 
+job.command_class = HarborCommand
 job.add_command(run, "start")
 
 

@@ -146,17 +146,8 @@ def setting_options() -> tuple[SettingOption, ...]:
     return tuple(SettingOption(setting) for setting in settings() if setting.flag is not None)
 
 
-class SettingsCommand(click.Command):
-    """A command that takes the settings of a job; the model is loaded when they are asked for. Its help shows options
-    in groups. Flags of Harbor that pier does not support are refused by name."""
-
-    groups: tuple[str, ...] = ()
-    settings_below = ""
-    """Only settings whose key begins with this."""
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        made = [option for option in setting_options() if option.setting.key.startswith(self.settings_below)]
-        return [*made, *super().get_params(ctx)]
+class HarborCommand(click.Command):
+    """A command that Harbor has too: flags of Harbor's that pier does not support are refused by name."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -167,6 +158,19 @@ class SettingsCommand(click.Command):
             if refused := unsupported(error.option_name):
                 raise refused from None
             raise
+
+
+class SettingsCommand(HarborCommand):
+    """A command that takes the settings of a job; the model is loaded when they are asked for. Its help shows options
+    in groups."""
+
+    groups: tuple[str, ...] = ()
+    settings_below = ""
+    """Only settings whose key begins with this."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        made = [option for option in setting_options() if option.setting.key.startswith(self.settings_below)]
+        return [*made, *super().get_params(ctx)]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows: dict[str, list[tuple[str, str]]] = {group: [] for group in (COMMON, *self.groups)}

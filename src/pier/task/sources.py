@@ -12,6 +12,7 @@ of a repository is checked out once into pier's cache and never changed after.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -140,15 +141,12 @@ def _fetch(home: Path, url: str, ref: str) -> str:
     repository = home / "repo.git"
     if not repository.is_dir():
         _git(["init", "--quiet", "--bare", str(repository)], home)
-    if _COMMIT.fullmatch(ref) and _has(repository, ref):
-        return ref
+    if _COMMIT.fullmatch(ref):
+        with contextlib.suppress(TaskError):
+            _git(["cat-file", "-e", f"{ref}^{{commit}}"], repository)
+            return ref
     _git(["fetch", "--quiet", "--depth=1", "--no-tags", "--", url, ref], repository)
     return _git(["rev-parse", "FETCH_HEAD^{commit}"], repository)
-
-
-def _has(repository: Path, commit: str) -> bool:
-    command = ["git", "cat-file", "-e", f"{commit}^{{commit}}"]
-    return subprocess.run(command, cwd=repository, capture_output=True, env=_environment()).returncode == 0
 
 
 def _materialise(home: Path, commit: str) -> None:
@@ -163,16 +161,11 @@ def _materialise(home: Path, commit: str) -> None:
         shutil.rmtree(unborn, ignore_errors=True)
 
 
-def _environment() -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    return {**kept, "GIT_TERMINAL_PROMPT": "0", "GIT_CONFIG_NOSYSTEM": "1", "GIT_LFS_SKIP_SMUDGE": "1"}
-
-
 def _git(args: list[str], cwd: Path, extra: dict[str, str] | None = None) -> str:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    env |= {"GIT_TERMINAL_PROMPT": "0", "GIT_CONFIG_NOSYSTEM": "1", "GIT_LFS_SKIP_SMUDGE": "1", **(extra or {})}
     try:
-        done = subprocess.run(
-            ["git", *args], cwd=cwd, env={**_environment(), **(extra or {})}, capture_output=True, timeout=_SECONDS
-        )
+        done = subprocess.run(["git", *args], cwd=cwd, env=env, capture_output=True, timeout=_SECONDS)
     except FileNotFoundError:
         raise TaskError(
             "cannot fetch a task from a repository: git is not installed", code="git", blame="infra"
