@@ -279,6 +279,10 @@ def test_jobs_are_compared_task_by_task(tmp_path: Path, capsys: pytest.CaptureFi
     assert "1 better, 0 worse, 1 equal" in text and "+0.500" in text and "two" in text
     with pytest.raises(UsageError, match="nothing to compare"):
         print_comparison(views[:1], as_json=False)
+    write_job(tmp_path / "elsewhere" / "before", [GOOD, GOOD])
+    print_comparison([views[0], JobView.open(tmp_path / "elsewhere" / "before")], as_json=False)
+    text = capsys.readouterr().out
+    assert f"{tmp_path / 'elsewhere' / 'before'} against {tmp_path / 'before'}" in text
     (tmp_path / "before" / JOURNAL).write_bytes(b"x")
     text = output_of(capsys, "job", "compare", str(tmp_path / "after"), str(tmp_path / "before"), code=2)
     assert f"cannot compare {tmp_path}/before: {tmp_path}/before/{JOURNAL} cannot be read" in text

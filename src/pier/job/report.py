@@ -198,16 +198,20 @@ def print_comparison(views: Sequence[JobView], *, as_json: bool) -> None:
     if differing:
         click.echo()
         shown = (["-" if value is None else json.dumps(value) for value in values] for values in differing.values())
-        headings = ("configuration", *(view.name for view in views))
+        headings = ("configuration", *_job_names(views))
         print_columns([(key, *cells) for key, cells in zip(differing, shown, strict=True)], headings)
+
+
+def _job_names(views: Sequence[JobView]) -> list[str]:
+    """The names of jobs, or their directories if some have the same name."""
+    names = [view.name for view in views]
+    return names if len({*names}) == len(names) else [str(view.directory) for view in views]
 
 
 def comparison_sides(views: Sequence[JobView]) -> list[ResultGroup]:
     """Each agent with its model, of each job, over all datasets; jobs with one agent go by their own names."""
     sides: list[ResultGroup] = []
-    alike = len({view.name for view in views}) < len(views)
-    for view in views:
-        name = str(view.directory) if alike else view.name
+    for name, view in zip(_job_names(views), views, strict=True):
         agents = dict.fromkeys((group.agent, group.model) for group in view.groups)
         if not agents:
             reason = "; ".join(view.problems) or "it has no trials"
