@@ -90,8 +90,8 @@ async def wrong_arguments(sandbox: Sandbox) -> None:
         for name, (call, values) in WRONG.items():
             for value in values:
                 error = await refuses(asyncio.wait_for(_start(call, sandbox, process, value), PATIENCE), ArgumentError)
-                told = (error.code, error.blame, error.retryable, isinstance(error, ValueError))
-                assert told == ("bad_argument", "user", False, True), (name, value, told)
+                found = (error.code, error.blame, error.retryable, isinstance(error, ValueError))
+                assert found == ("bad_argument", "user", False, True), (name, value, found)
         await process.write(b"still here")
         await process.close_stdin()
         assert (await process.wait()).stdout == b"still here"

@@ -150,8 +150,8 @@ async def run(sandbox: Sandbox, command: Any, **options: Any) -> Result:
     """Run a command that must succeed."""
     options.setdefault("timeout", PATIENCE)
     result = await sandbox.exec(command, **options)
-    told = f"exit {result.exit_code}, timed out: {result.timed_out}, stdout {result.stdout[-500:]!r}, "
-    assert result.ok, f"{command!r:.300}: {told}stderr {result.stderr[-500:]!r}"
+    ending = f"exit {result.exit_code}, timed out: {result.timed_out}, stdout {result.stdout[-500:]!r}, "
+    assert result.ok, f"{command!r:.300}: {ending}stderr {result.stderr[-500:]!r}"
     return result
 
 

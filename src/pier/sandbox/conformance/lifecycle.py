@@ -146,7 +146,7 @@ async def memory_limit(sandbox: Sandbox) -> None:
 
 
 @check("running out of memory is reported in the result", needs="limit:memory")
-async def memory_limit_is_told(bench: Bench) -> None:
+async def memory_limit_is_reported(bench: Bench) -> None:
     async with bench.sandbox(limits=Limits(memory=96 * MEGABYTE)) as sandbox:
         result = await sandbox.exec("head -c 600000000 /dev/zero | tail", timeout=PATIENCE, output_limit=1000)
         if bench.capabilities.limits["memory"] == "cgroup":

@@ -127,14 +127,14 @@ async def none_refuses_at_once(sandbox: Sandbox) -> None:
 
 
 @check("with the network `none` attempts are reported, and none of pier's")
-async def attempts_are_told(bench: Bench) -> None:
-    told: list[Decision] = []
-    async with bench.sandbox(on_decision=told.append) as sandbox:
-        assert [(decision.kind, decision.allowed) for decision in told] == [("probe", True)], told
+async def attempts_are_reported(bench: Bench) -> None:
+    decisions: list[Decision] = []
+    async with bench.sandbox(on_decision=decisions.append) as sandbox:
+        assert [(decision.kind, decision.allowed) for decision in decisions] == [("probe", True)], decisions
         await fails_to_reach(sandbox, "refused.test")
         await fails_to_reach(sandbox, "192.0.2.1", 8080)
-    refused = {(decision.kind, decision.name, decision.port) for decision in told if not decision.allowed}
-    assert refused == {("dns", "refused.test", 0), ("tcp", "192.0.2.1", 8080)}, told
+    refused = {(decision.kind, decision.name, decision.port) for decision in decisions if not decision.allowed}
+    assert refused == {("dns", "refused.test", 0), ("tcp", "192.0.2.1", 8080)}, decisions
 
 
 @check_inside(
@@ -149,15 +149,15 @@ async def allowlist_refuses_at_once(sandbox: Sandbox) -> None:
 
 @check("decisions of the policy are reported, and none about pier's own traffic", needs="network:allowlist")
 async def decisions_are_told(bench: Bench) -> None:
-    told: list[Decision] = []
+    decisions: list[Decision] = []
     policy = NetworkPolicy("allowlist", ("allowed.test",))
-    async with bench.sandbox(network=policy, on_decision=told.append) as sandbox:
-        assert [(decision.kind, decision.allowed) for decision in told] == [("probe", True)], told
+    async with bench.sandbox(network=policy, on_decision=decisions.append) as sandbox:
+        assert [(decision.kind, decision.allowed) for decision in decisions] == [("probe", True)], decisions
         await fails_to_reach(sandbox, "refused.test")
         await fails_to_reach(sandbox, "192.0.2.1", 8080)
 
         async def all_there() -> bool:
-            refused = {(decision.kind, decision.name, decision.port) for decision in told if not decision.allowed}
+            refused = {(decision.kind, decision.name, decision.port) for decision in decisions if not decision.allowed}
             return refused >= {("dns", "refused.test", 0), ("tcp", "192.0.2.1", 8080)}
 
         await until("both refusals to be reported", all_there)

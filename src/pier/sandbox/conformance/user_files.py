@@ -240,7 +240,7 @@ async def unknown_user(sandbox: Sandbox) -> None:
 
 
 @check_inside("other users may not do what only root may", needs="users")
-async def users_are_told_apart(sandbox: Sandbox) -> None:
+async def users_are_distinct(sandbox: Sandbox) -> None:
     await sandbox.write_file("/srv/private", b"secret", mode=0o600)
     assert not (await sandbox.exec("cat /srv/private", user="4321")).ok
     assert not (await sandbox.exec("echo x >/etc/hostname", user="4321")).ok
