@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pwd
 import shutil
 import sys
 from dataclasses import dataclass
@@ -170,14 +171,9 @@ def _granted(path: str, uid: int) -> tuple[IdRange, ...]:
 
 def _user_name(uid: int) -> str:
     try:
-        with open("/etc/passwd", encoding="utf-8") as stream:
-            for row in stream:
-                fields = row.split(":")
-                if len(fields) > 2 and fields[2] == str(uid):
-                    return fields[0]
-    except OSError:
-        pass
-    return str(uid)
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def _rows(ranges: tuple[IdRange, ...]) -> str:

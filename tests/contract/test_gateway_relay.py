@@ -9,7 +9,7 @@ import pytest
 
 from pier.gateway import Gateway
 from pier.record import reader
-from pier.trajectory.lineage import Generation
+from pier.trajectory.calls import Generation
 from tests.gateway_fakes import (
     HELLO,
     PATHS,

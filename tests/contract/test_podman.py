@@ -20,7 +20,7 @@ from tests.serving import ask, serving
 
 SELECTED = (
     "exit_codes", "timeout_kills_daemons", "upload_tree", "served_from_outside", "none_refuses_at_once",
-    "allowlist_refuses_at_once", "kill_all", "memory_limit_is_told", "snapshot", "stop_while_busy",
+    "allowlist_refuses_at_once", "kill_all", "memory_limit_is_reported", "snapshot", "stop_while_busy",
 )  # fmt: skip
 
 pytestmark = [

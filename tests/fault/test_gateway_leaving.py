@@ -19,7 +19,7 @@ from pier.gateway import Budget, Gateway, Provider
 from pier.gateway.budget import Retry
 from pier.gateway.session import Session
 from pier.record import reader
-from pier.trajectory.lineage import Generation, generations_of
+from pier.trajectory.calls import Generation, generations_of
 from pier.wire.turn import Delta, Request, Turn, stream_turn
 from tests.fault.test_gateway_upstreams import events
 from tests.gateway_fakes import HELLO, PATHS, STREAM_PATHS, request_body

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pier.trajectory.lineage import Generation, Lineage, Node, waited_without_answer
+from pier.trajectory.calls import Generation, Node
+from pier.trajectory.lineage import Lineage, waited_without_answer
 from pier.wire.turn import Message, Request, Sampling, Text, Tool, ToolCall, ToolResult, Turn
 
 TOOLS = (Tool("bash", schema={"type": "object"}),)

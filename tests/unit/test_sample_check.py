@@ -19,7 +19,7 @@ from pier.errors import UsageError
 from pier.rollout.check import check_file
 from pier.rollout.export import pier_row, sink_for
 from pier.rollout.samples import SampleBuilder
-from pier.trajectory.lineage import Generation
+from pier.trajectory.calls import Generation
 from tests.unit.test_samples_derivation import ORIGIN, Model, loop, said, trees
 
 Rows = list[dict[str, Any]]

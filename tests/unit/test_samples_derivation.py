@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pier.errors import UsageError
 from pier.rollout.export import FORMATS, is_trainable, is_wanted, sink_for
 from pier.rollout.samples import KINDS, Sample, SampleOrigin, broken_promises, from_threads, origins
-from pier.trajectory.lineage import Lineage, Node
+from pier.trajectory.calls import Node
+from pier.trajectory.lineage import Lineage
 from pier.wire.turn import Message, Request, Sampling, Text, Tokens, Tool, ToolCall, ToolResult, Turn
 
 TOOLS = (Tool("bash", schema={"type": "object"}),)

@@ -17,7 +17,7 @@ from pier.errors import UsageError
 from pier.gateway.call import Exchange
 from pier.record.reader import Call, read
 from pier.redact import REDACTED
-from pier.trajectory.lineage import turn_of
+from pier.trajectory.calls import turn_of
 
 _IGNORED_FIELDS = frozenset({"metadata", "user", "prompt_cache_key", "client_metadata", "safety_identifier"})
 """Fields that identify a client's run and change nothing in what is asked."""

@@ -25,7 +25,7 @@ from pier.gateway.session import Answerer, ByProvider, Session, Terms, answerer
 from pier.gateway.upstream import Upstreams
 from pier.record.writer import Durable, Flusher
 from pier.redact import Redactor
-from pier.trajectory.lineage import OnGeneration
+from pier.trajectory.calls import OnGeneration
 from pier.wire.body import Body, Earlier, dump
 from pier.wire.dialects import DIALECTS, rollout_in
 from pier.wire.turn import Sampling, is_priced

@@ -34,7 +34,7 @@ from pier.gateway.upstream import UpstreamFailed, Upstreams, read_answer
 from pier.record.redact import Scrubber
 from pier.record.writer import CallRecord, Durable, Outcome, Recorder
 from pier.redact import Redactor
-from pier.trajectory.lineage import RECENT, Generation, Node, OnGeneration, compute_keys, with_version
+from pier.trajectory.calls import RECENT, Generation, Node, OnGeneration, compute_keys, with_version
 from pier.wire.body import MOST_VALUES, Body, count_values, memory_of, parse
 from pier.wire.checks import close_book, is_closed, offline, prescribe
 from pier.wire.dialects import BadRequest

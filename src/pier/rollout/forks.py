@@ -32,7 +32,7 @@ from pier.rollout.samples import SampleBuilder
 from pier.rollout.sandboxes import leased_directory
 from pier.sandbox.contract import Sandbox
 from pier.task import load_task
-from pier.trajectory.lineage import Generation
+from pier.trajectory.calls import Generation
 from pier.trial.result import TrialResult
 from pier.trial.run import run_trial, trial_secrets
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec, open_services

@@ -38,7 +38,7 @@ from pier.rollout.samples import (
     samples_of,
 )
 from pier.rollout.sandboxes import leased_directory
-from pier.trajectory.lineage import Generation
+from pier.trajectory.calls import Generation
 from pier.trial.agent import RECORDING
 from pier.trial.result import TrialResult, read_result
 from pier.trial.run import trial_secrets

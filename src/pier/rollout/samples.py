@@ -26,7 +26,8 @@ from typing import Any, Literal
 from pier.errors import UsageError
 from pier.record import FILE_NAMES, RECORDING
 from pier.record.reader import Recording, read
-from pier.trajectory.lineage import Generation, Kind, Lineage, Node, Thread, read_call
+from pier.trajectory.calls import Generation, Kind, Node, read_calls
+from pier.trajectory.lineage import Lineage, Thread
 from pier.trajectory.model import file_content
 from pier.tree import TreeError, find_files
 from pier.wire.dialects import DIALECTS
@@ -175,7 +176,7 @@ class Counts:
 def samples_of(recording: Path | Recording, kinds: Collection[str] = KINDS) -> tuple[list[Sample], Counts]:
     """The samples of a recording (a file, a trial's directory, or read already) and what became of its calls."""
     found = read(recording) if isinstance(recording, Path) else recording
-    return from_nodes((node for call in found.generations() if (node := read_call(call))), kinds)
+    return from_nodes((node for _, node in read_calls(found.generations())), kinds)
 
 
 def from_nodes(nodes: Iterable[Node], kinds: Collection[str] = KINDS) -> tuple[list[Sample], Counts]:

@@ -19,7 +19,8 @@ from typing import Any
 
 from pier.errors import InfraError, PierError, ProviderError, SandboxError, UsageError
 from pier.rollout.samples import Exact, from_threads
-from pier.trajectory.lineage import Generation, Lineage, Node
+from pier.trajectory.calls import Generation, Node
+from pier.trajectory.lineage import Lineage
 from pier.wire.chat import render_assistant, render_messages
 from pier.wire.turn import Message, Sampling, Turn
 

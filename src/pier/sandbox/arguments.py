@@ -2,7 +2,7 @@
 
 A wrong argument is an `ArgumentError` of the caller, and the sandbox is as it was. Strings must be such that the kernel
 can take them: no NUL, and no surrogates but those by which Python stands in for bytes that are not UTF-8
-(`os.fsdecode`, U+DC80 to U+DCFF), so that every file name can be said.
+(`os.fsdecode`, U+DC80 to U+DCFF), so that every file name can be given.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def check_source(source: Any) -> None:
 
 
 def check_user(user: Any, owner: Any = None) -> None:
-    """On whose behalf a file is written: as a user, or as root for an owner."""
+    """Who a file is written as: a user, or root for an owner."""
     _check_optional_text("user", user)
     _check_optional_text("owner", owner)
     if user is not None and owner is not None:

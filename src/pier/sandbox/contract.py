@@ -2,8 +2,6 @@
 
 `pier.sandbox.conformance` checks each promise below against a running backend. A promise that a backend cannot keep
 is declared in its `Capabilities`; everything else holds everywhere.
-
-A Dockerfile that is to be built, as a backend with a builder of its own is told.
 """
 
 from __future__ import annotations
@@ -12,9 +10,8 @@ import asyncio
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from pier.errors import SandboxError
@@ -26,8 +23,8 @@ from pier.sandbox.compose import MAIN, Composition
 
 @dataclass(frozen=True, slots=True)
 class BuildOrder:
-    """`key` names everything that the result depends on. `network` is what RUN steps may reach; None is whatever the
-    builder offers."""
+    """A Dockerfile to be built. `key` names everything that the result depends on. `network` is what RUN steps may
+    reach; None is whatever the builder offers."""
 
     key: str
     context: Path
@@ -43,10 +40,10 @@ class BuildOrder:
 
 
 OUTPUT_LIMIT = 16 * 1024 * 1024
-"""How many bytes of each stream a `Result` keeps unless told otherwise. What is beyond is read and dropped."""
+"""The default limit on the bytes of each stream that a `Result` keeps. What is beyond is read and dropped."""
 
 LOST = "sandbox"
-"""The code of the error that what did a request inside a sandbox was killed or stopped, while the sandbox lives on."""
+"""The error code for a request whose process inside the sandbox was killed or stopped, while the sandbox lives on."""
 
 Command = str | Sequence[str]
 """A string runs in the image's shell (`/bin/sh -c`), a sequence is an argv; no shell is needed for the latter."""
@@ -54,7 +51,7 @@ Command = str | Sequence[str]
 Stream = Literal["stdout", "stderr"]
 OnOutput = Callable[[Stream, bytes], Awaitable[None] | None]
 DEFAULT_PROCESSES = 4096
-"""How many processes and threads a sandbox may have if nothing else is said."""
+"""The default limit on processes and threads in a sandbox."""
 
 ProtocolFactory = Callable[[], asyncio.BaseProtocol]
 
@@ -83,16 +80,13 @@ class Limits:
     open_files: int | None = None
 
     def over(self, share: Limits) -> Limits:
-        """These limits, with those of `share` where they say nothing. Here 0 says that there is no limit."""
-        said, others = self.named(), share.named()
-        return Limits(**{name: (others[name] if said[name] is None else said[name]) or None for name in said})
+        """These limits, with those of `share` where they are None. Here 0 means no limit."""
+        own, others = self.named(), share.named()
+        return Limits(**{name: (others[name] if own[name] is None else own[name]) or None for name in own})
 
     def named(self) -> dict[str, Any]:
         """The limits by their names."""
-        return {name: getattr(self, name) for name in _LIMITS}
-
-
-_LIMITS = tuple(each.name for each in fields(Limits))
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +109,7 @@ class SandboxSpec:
     name: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     on_progress: OnProgress | None = field(default=None, compare=False, repr=False)
-    """Told what has to be done before the sandbox can start, while that takes long."""
+    """Receives a line about long work that has to be done before the sandbox can start."""
     on_decision: OnDecision | None = field(default=None, compare=False, repr=False)
     """Receives each decision of the network policy; these are the lines of a trial's `network.jsonl`."""
     hidden: tuple[Path, ...] = ()
@@ -123,7 +117,7 @@ class SandboxSpec:
     keep: Path | None = None
     """A file that will hold the sandbox's id as long as what it wrote must outlive a killed owner (`reopen`)."""
     compose: Composition | None = None
-    """The services that run beside this sandbox, which is the service `main` of them. Only for backends that can."""
+    """The services of the trial; this sandbox is the service `main`. Only for backends with `Capabilities.compose`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +169,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of `pier doctor`: what was looked at, whether it is well, and the command that mends it."""
+    """One line of `pier doctor`: the subject, whether it is in order, and the command that fixes it."""
 
     subject: str
     ok: bool
@@ -186,7 +180,7 @@ class Finding:
 @dataclass(frozen=True, slots=True)
 class Change:
     """One path whose content, owner or mode differs from the image. `mark` is opaque and differs whenever the file was
-    written again, so that two looks tell what happened between them. Directories count only when removed."""
+    written again, so that two listings show what happened between them. Directories count only when removed."""
 
     path: str
     kind: Literal["added", "changed", "removed"]
@@ -237,7 +231,7 @@ class Process(ABC):
 
     @abstractmethod
     async def resize(self, rows: int, columns: int) -> None:
-        """Tell the terminal's size. Only with `tty`."""
+        """Set the terminal's size. Only with `tty`."""
 
     @abstractmethod
     async def signal(self, number: int) -> None:
@@ -256,9 +250,7 @@ class Process(ABC):
     async def __aenter__(self) -> Process:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.shield(self.kill())
 
 
@@ -475,9 +467,7 @@ class Sandbox(ABC):
     async def __aenter__(self) -> Sandbox:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.shield(self.stop())
 
 
@@ -486,7 +476,7 @@ class Backend(ABC):
 
     name: str
     options: tuple[str, ...] = ()
-    """What may be said of it by name, beside the lease, when it is made (`--ek NAME=VALUE`)."""
+    """The options that its constructor takes in addition to the lease (`--ek NAME=VALUE`)."""
     builder: Literal["pier", "own", "either"] = "pier"
     """Who builds Dockerfiles: pier, in local sandboxes; the backend's own builder; or that where pier cannot."""
 
@@ -495,12 +485,12 @@ class Backend(ABC):
         """What this backend can do here. Cached; probes at most once."""
 
     async def has_gpus(self) -> bool:
-        """Whether sandboxes can have GPUs. Apart from `capabilities`, since some backends have to try it out, which
-        only those should pay for who ask for one. Cached; tries at most once."""
+        """Whether sandboxes can have GPUs. Not part of `capabilities`, since some backends have to try it out, which
+        only trials that ask for one should pay for. Cached; tries at most once."""
         return False
 
     async def share(self) -> Limits:
-        """What one sandbox may use of the machine if nothing else is said, as far as that can be limited here."""
+        """The default limits of one sandbox on this machine, as far as they can be enforced here."""
         return Limits(processes=DEFAULT_PROCESSES if "processes" in (await self.capabilities()).limits else None)
 
     @abstractmethod
@@ -569,7 +559,5 @@ class Backend(ABC):
     async def __aenter__(self) -> Backend:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.shield(self.close())

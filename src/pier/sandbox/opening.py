@@ -231,7 +231,7 @@ async def can_run(backend: Backend) -> bool:
 
 @asynccontextmanager
 async def open_runner(backend: str = "local") -> AsyncIterator[SandboxRunner]:
-    """A runner on a backend of its own, for one build."""
+    """A runner on a new backend, for one build."""
     with Lease(label="build") as lease:
         async with open_backend(backend, lease) as opened:
             yield SandboxRunner(opened)

@@ -30,6 +30,7 @@ from pier.frames import (
     STDIN_END,
     STDOUT,
     TAKEN,
+    WINDOW,
     dial,
     listen,
     pack,
@@ -78,8 +79,8 @@ async def serving(sandbox: Sandbox, running: Running, stop: Callable[[], None]) 
             await _answer(sandbox, reader, writer, stop)
         except PierError as error:
             with contextlib.suppress(ConnectionError):
-                told = {"message": error.message, "code": error.code, "blame": error.blame}
-                await send(writer, ERROR, json.dumps(told).encode())
+                fields = {"message": error.message, "code": error.code, "blame": error.blame}
+                await send(writer, ERROR, json.dumps(fields).encode())
         finally:
             writer.close()
 
@@ -118,7 +119,7 @@ async def _answer(
     async with process:
         if size := request.get("size"):
             await process.resize(*size)
-        feeding = asyncio.create_task(_feed(process, reader, writer))
+        feeding = asyncio.create_task(feed(process, reader, writer))
         try:
             result = await process.wait()
         finally:
@@ -136,20 +137,39 @@ def _parsed(payload: bytes) -> dict[str, Any]:
     return request
 
 
-async def _feed(process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Pass on what the other side says; when it is gone, so is the command."""
-    while (frame := await receive(reader)) is not None:
-        kind, payload = frame
-        if kind == STDIN:
-            await process.write(payload)
-            await send(writer, TAKEN)
-        elif kind == SIGNAL and payload:
-            await process.signal(payload[0])
-        elif kind == STDIN_END:
-            await process.close_stdin()
-        elif kind == RESIZE and len(payload) == 4:
-            await process.resize(*struct.unpack("!HH", payload))
-    await process.kill()
+async def feed(
+    process: Process,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    on_resize: Callable[[int, int], None] | None = None,
+) -> None:
+    """Pass on what a client sends; when it is gone, so is the command. Input that the command does not read yet holds
+    up nothing else."""
+    unread: asyncio.Queue[bytes | None] = asyncio.Queue(WINDOW + 1)
+    typing = asyncio.create_task(_type(process, unread, writer))
+    try:
+        while (frame := await receive(reader)) is not None:
+            kind, payload = frame
+            if kind in (STDIN, STDIN_END):
+                await unread.put(payload if kind == STDIN else None)
+            elif kind == RESIZE and len(payload) == 4:
+                rows, columns = struct.unpack("!HH", payload)
+                await process.resize(rows, columns)
+                if on_resize is not None:
+                    on_resize(rows, columns)
+            elif kind == SIGNAL and len(payload) == 1:
+                await process.signal(payload[0])
+        await process.kill()
+    finally:
+        typing.cancel()
+
+
+async def _type(process: Process, unread: asyncio.Queue[bytes | None], writer: asyncio.StreamWriter) -> None:
+    """Write a client's input to a command, and acknowledge what was taken."""
+    while (data := await unread.get()) is not None:
+        await process.write(data)
+        writer.write(pack(TAKEN))
+    await process.close_stdin()
 
 
 def list_running() -> list[Running]:

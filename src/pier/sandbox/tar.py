@@ -41,7 +41,7 @@ SKIPPED = 1000
 DEPTH = 400
 LENGTH = 3000
 """How deep a tree may be, and how many bytes the path of a directory may have; directories beyond are left out and
-reported: whoever gets the tree can come to all that is in it by its path."""
+reported, so that every path of the tree can be opened on the receiving side."""
 
 
 def pack(
@@ -128,7 +128,7 @@ class _Packer:
                 visit(walk, self._look, path, self._miss)
 
     def _look(self, here: int, above: str) -> list[tuple[str, str]]:
-        """Add what is in a directory, and tell which directories are to be looked at."""
+        """Add what is in a directory, and list the directories to descend into."""
         found: list[tuple[str, str]] = []
         for child in self._list(here):
             path = child if above == "." else f"{above}/{child}"
@@ -219,7 +219,7 @@ class _Packer:
 
 
 class _Exactly:
-    """A file read as if it never shrank: what is missing comes as zeros, since the size was already told."""
+    """A file read as if it never shrank: what is missing comes as zeros, since the size is already written."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -242,7 +242,7 @@ def _serve_remove(root: int, fd: int, request: dict[str, Any]) -> None:
 
 
 def _remove(root: int, target: str, resolve: int = IN_ROOT | NO_SYMLINKS | NO_MAGICLINKS) -> None:
-    """No link on the way is followed, except as a user: whoever removes a path means that path."""
+    """No link on the way is followed, except as a user: a caller that removes a path means that path."""
     parent, _, name = target.rstrip("/").rpartition("/")
     if name in ("", ".", ".."):
         raise _is_directory(target)

@@ -22,7 +22,8 @@ from typing import Any
 from pier.figures import add_known
 from pier.record.reader import Reader, find
 from pier.trajectory import model as atif
-from pier.trajectory.lineage import Lineage, Node, Thread, compute_keys, read_call
+from pier.trajectory.calls import Node, read_calls
+from pier.trajectory.lineage import Lineage, Thread
 from pier.trajectory.model import whole_characters
 from pier.trajectory.rules import IMAGES
 from pier.tree import Tree
@@ -296,17 +297,14 @@ class Derivation:
         self._target = target
         self._about = about
         self._read: dict[int, Node] = {}
-        self._recent: list[Node] = []
         self.trajectory: atif.Trajectory | None = None
 
     def update(self, *, durable: bool = True) -> TrajectorySummary:
         """Take in what was recorded since the last time and write the file, if there is anything to say; with
         `durable`, wait until it is on disk."""
-        for call in self._reader.poll():
-            if call.kind == "generate" and (node := read_call(call)):
-                compute_keys(node, self._recent)
-                self._recent = [*self._recent[-7:], node]
-                self._read[call.number] = node
+        calls = (call for call in self._reader.poll() if call.kind == "generate")
+        for call, node in read_calls(calls, self._read.values()):
+            self._read[call.number] = node
         lineage = Lineage()
         for number in sorted(self._read):
             lineage.add(self._read[number])

@@ -1,7 +1,7 @@
 """ATIF, the agent trajectory interchange format, as it is on disk.
 
-Reads every version up to 1.8 and writes 1.7. Unknown fields are refused, as Harbor does; what a field may hold beyond
-its type is said in `pier.trajectory.rules`.
+Reads every version up to 1.8 and writes 1.7. Unknown fields are refused, as Harbor does; `pier.trajectory.rules` checks
+what a field may hold beyond its type.
 
 Reads and writes trajectory files. Written as Harbor does: indented, without nulls, number lists on one line.
 """

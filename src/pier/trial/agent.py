@@ -38,8 +38,8 @@ from pier.trial.spec import Accept, AgentChoice, TrialServices, TrialSpec, user_
 
 if TYPE_CHECKING:
     from pier.gateway.session import Session
+    from pier.trajectory.calls import Generation
     from pier.trajectory.derive import TrajectorySummary
-    from pier.trajectory.lineage import Generation
 
 R = TypeVar("R")
 log = logging.getLogger(__name__)
@@ -367,7 +367,7 @@ async def _judge_calls(session: Session, judge: Callable[[list[Generation]], R])
 
 
 def _judge_recording(recording: Path, judge: Callable[[list[Generation]], R], *, most: int | None = None) -> R:
-    from pier.trajectory.lineage import generations_of
+    from pier.trajectory.calls import generations_of
 
     return judge(generations_of(recording, most))
 

@@ -22,7 +22,7 @@ from pier.trial.result import ALL_CLOCKS
 if TYPE_CHECKING:
     from pier.gateway import Gateway, Meter
     from pier.gateway.policy import Upstream
-    from pier.trajectory.lineage import Generation
+    from pier.trajectory.calls import Generation
     from pier.trial.images import TrialImages
     from pier.wire.turn import Sampling
 

@@ -69,28 +69,11 @@ STARTUP = frozenset(f"{stem}customize{end}" for stem in ("site", "user") for end
 PYTEST = frozenset({"conftest.py", "pytest.ini", "pytest.toml", ".pytest.ini", ".pytest.toml"})
 
 _DEMOS = frozenset({"test", "tests", "this", "antigravity", "idlelib", "turtledemo", "__main__"})
-_INSTALLED = frozenset(
-    {
-        *(
-            "pytest",
-            "_pytest",
-            "py",
-            "pluggy",
-            "iniconfig",
-            "packaging",
-            "exceptiongroup",
-            "tomli",
-            "xdist",
-            "ctrf",
-            "hypothesis",
-            "nose",
-            "nose2",
-            "tox",
-        ),
-        *("pip", "setuptools", "pkg_resources", "wheel", "coverage", "attr", "attrs", "pygments", "typing_extensions"),
-        *("numpy", "pandas", "scipy", "requests", "yaml"),
-    }
-)
+_INSTALLED_NAMES = """
+    pytest _pytest py pluggy iniconfig packaging exceptiongroup tomli xdist ctrf hypothesis nose nose2 tox pip
+    setuptools pkg_resources wheel coverage attr attrs pygments typing_extensions numpy pandas scipy requests yaml
+"""
+_INSTALLED = frozenset(_INSTALLED_NAMES.split())
 """Packages that verifiers commonly have, in addition to Python's own modules."""
 _MODULES = (sys.stdlib_module_names | _INSTALLED) - _DEMOS
 _CODE = (".py", ".pyc", ".so")

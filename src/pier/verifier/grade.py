@@ -56,7 +56,7 @@ class RewardFiles:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Rewards by key, and what was odd about the files."""
+    """Rewards by key, and whether the two files disagree."""
 
     rewards: Rewards
     disagreement: str | None = None

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 from pier.errors import SandboxError, VerifierError
 from pier.sandbox.contract import Change, Isolation, Sandbox
@@ -157,22 +158,12 @@ async def _probe(sandbox: Sandbox) -> list[Note]:
     """For a sandbox that cannot list what changed: look at the few places that matter most."""
     notes: list[Note] = []
     for path in (f"{VERIFIER_LOGS}/reward.json", f"{VERIFIER_LOGS}/reward.txt", f"{TESTS}/test.sh"):
-        if await _is_there(sandbox, path):
+        if await _look(sandbox, path) == "there":
             kind = "tests" if path.startswith(TESTS) else "reward"
             notes.append(Note(kind, "written before the verifier ran", path, stopped=True))
-    if await _is_there(sandbox, "/etc/ld.so.preload"):
+    if await _look(sandbox, "/etc/ld.so.preload") == "there":
         notes.append(Note("loader", "libraries named here are loaded into every program", "/etc/ld.so.preload"))
     return notes
-
-
-async def _is_there(sandbox: Sandbox, path: str) -> bool:
-    try:
-        await sandbox.read_file(path, max_bytes=1)
-    except FileNotFoundError:
-        return False
-    except SandboxError as error:
-        return error.code in ("not_regular", "too_large")
-    return True
 
 
 async def _undo(sandbox: Sandbox, suspicions: list[Suspicion], pristine: Pristine) -> list[Note]:
@@ -201,8 +192,14 @@ async def _named(stream: AsyncIterator[bytes], name: str) -> AsyncIterator[bytes
 
 
 async def _reset(sandbox: Sandbox) -> None:
+    folders = {TESTS: 0o755, LOGS: 0o755, VERIFIER_LOGS: 0o777}
     try:
-        await _remake(sandbox)
+        try:
+            await make_folders(sandbox, folders, clear=(TESTS, VERIFIER_LOGS))
+        except SandboxError as error:
+            if error.code != "not_directory":
+                raise
+            await make_folders(sandbox, folders, clear=(TESTS, LOGS))
     except SandboxError as error:
         raise VerifierError(
             f"{TESTS} and {VERIFIER_LOGS} could not be emptied: {error}", code="reset", blame="agent"
@@ -210,26 +207,16 @@ async def _reset(sandbox: Sandbox) -> None:
 
 
 async def _make_workdir(sandbox: Sandbox, workdir: str) -> None:
-    if workdir != "/" and await _is_missing(sandbox, workdir):
+    if workdir != "/" and await _look(sandbox, workdir) == "missing":
         await make_folders(sandbox, {workdir: 0o755})
 
 
-async def _remake(sandbox: Sandbox) -> None:
-    folders = {TESTS: 0o755, LOGS: 0o755, VERIFIER_LOGS: 0o777}
-    try:
-        await make_folders(sandbox, folders, clear=(TESTS, VERIFIER_LOGS))
-    except SandboxError as error:
-        if error.code != "not_directory":
-            raise
-        await make_folders(sandbox, folders, clear=(TESTS, LOGS))
-
-
-async def _is_missing(sandbox: Sandbox, path: str) -> bool:
-    """Whether a path is neither there nor anything else."""
+async def _look(sandbox: Sandbox, path: str) -> Literal["there", "missing", "unknown"]:
+    """Whether a path has anything; a link on the way to it is not followed."""
     try:
         await sandbox.read_file(path, max_bytes=1)
     except FileNotFoundError:
-        return True
-    except SandboxError:
-        return False
-    return False
+        return "missing"
+    except SandboxError as error:
+        return "there" if error.code in ("not_regular", "too_large") else "unknown"
+    return "there"

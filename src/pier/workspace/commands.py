@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import signal
-import struct
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -115,7 +114,7 @@ async def run_command(
             async with process:
                 if order.tty:
                     await process.resize(rows, columns)
-                feeding = asyncio.create_task(_feed(process, reader, writer, cast))
+                feeding = asyncio.create_task(remote.feed(process, reader, writer, cast and cast.resize))
                 try:
                     code = (await process.wait()).exit_code
                 finally:
@@ -146,38 +145,6 @@ def _finish(kept: WorkspaceSession | None, code: int | None) -> None:
         kept.info.exit_code = code
         with contextlib.suppress(OSError):
             kept.write()
-
-
-async def _feed(
-    process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, cast: CastWriter | None
-) -> None:
-    """Pass on what the client sends; when it is gone, so is the command. Input that the command does not read yet holds
-    up nothing else."""
-    unread: asyncio.Queue[bytes | None] = asyncio.Queue(frames.WINDOW + 1)
-    typing = asyncio.create_task(_type(process, unread, writer))
-    try:
-        while (frame := await remote.receive(reader)) is not None:
-            kind, payload = frame
-            if kind in (frames.STDIN, frames.STDIN_END):
-                await unread.put(payload if kind == frames.STDIN else None)
-            elif kind == frames.RESIZE and len(payload) == 4:
-                rows, columns = struct.unpack("!HH", payload)
-                await process.resize(rows, columns)
-                if cast is not None:
-                    cast.resize(rows, columns)
-            elif kind == frames.SIGNAL and len(payload) == 1:
-                await process.signal(payload[0])
-        await process.kill()
-    finally:
-        typing.cancel()
-
-
-async def _type(process: Process, unread: asyncio.Queue[bytes | None], writer: asyncio.StreamWriter) -> None:
-    """Write a client's input to a command, and tell the client what was taken."""
-    while (data := await unread.get()) is not None:
-        await process.write(data)
-        writer.write(frames.pack(frames.TAKEN))
-    await process.close_stdin()
 
 
 LOG, INFO = "output.log", "info.json"

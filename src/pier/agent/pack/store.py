@@ -184,14 +184,34 @@ def _files(tree: Path) -> Iterator[Path]:
 
 def check_packs() -> list[Finding]:
     """One finding for each thing that building or using packs depends on."""
-    return [_npm(), _python(), _loader(), _certificates(), _room(), *_packs()]
-
-
-def _npm() -> Finding:
     npm = shutil.which("npm")
-    return Finding(
-        "npm", npm is not None, npm or "missing; needed to build packs from npm", "" if npm else "install npm"
-    )
+    loader = Path(runtime.MACHINE_LOADER).exists()
+    certificates = next((path for path in runtime.CA_BUNDLES if Path(path).is_file()), None)
+    store = PackStore()
+    place = next(path for path in (store.root, *store.root.parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    return [
+        _finding("npm", npm is not None, npm or "missing; needed to build packs from npm", "install npm"),
+        _python(),
+        _finding(
+            "loader",
+            loader,
+            runtime.MACHINE_LOADER if loader else "this machine has no glibc loader",
+            "build packs on Debian or Ubuntu and set PIER_PACKS",
+        ),
+        _finding("certificates", certificates is not None, certificates or "no CA bundle", "install ca-certificates"),
+        _finding(
+            "store",
+            free > 2_000_000_000 and os.access(place, os.W_OK),
+            f"{store.root}, {free // 1_000_000_000} GB free",
+            "set PIER_PACKS",
+        ),
+        *(_intact(store, pack) for pack in store.all()),
+    ]
+
+
+def _finding(subject: str, ok: bool, detail: str, fix: str) -> Finding:
+    return Finding(subject, ok, detail, "" if ok else fix)
 
 
 def _python() -> Finding:
@@ -202,32 +222,7 @@ def _python() -> Finding:
     return Finding("python", True, f"{python.minor} at {python.program}")
 
 
-def _loader() -> Finding:
-    fine = Path(runtime.MACHINE_LOADER).exists()
-    fix = "" if fine else "build packs on Debian or Ubuntu and set PIER_PACKS"
-    return Finding("loader", fine, runtime.MACHINE_LOADER if fine else "this machine has no glibc loader", fix)
-
-
-def _certificates() -> Finding:
-    found = next((path for path in runtime.CA_BUNDLES if Path(path).is_file()), None)
-    return Finding(
-        "certificates", found is not None, found or "no CA bundle", "" if found else "install ca-certificates"
-    )
-
-
-def _room() -> Finding:
-    root = PackStore().root
-    place = next(path for path in (root, *root.parents) if path.exists())
-    free = shutil.disk_usage(place).free
-    fine = free > 2_000_000_000 and os.access(place, os.W_OK)
-    return Finding("store", fine, f"{root}, {free // 1_000_000_000} GB free", "" if fine else "set PIER_PACKS")
-
-
-def _packs() -> list[Finding]:
-    store = PackStore()
-    found = []
-    for pack in store.all():
-        whole = store.verify(pack)
-        detail = f"{pack.version} {'is whole' if whole else 'has changed since it was built'}"
-        found.append(Finding(pack.package, whole, detail, "" if whole else "pier agent rm, then pier agent pack"))
-    return found
+def _intact(store: PackStore, pack: Pack) -> Finding:
+    whole = store.verify(pack)
+    detail = f"{pack.version} {'is whole' if whole else 'has changed since it was built'}"
+    return _finding(pack.package, whole, detail, "pier agent rm, then pier agent pack")

@@ -75,7 +75,7 @@ class Place:
         return [plain(row) for row in rows]
 
     def text(self, value: Any, pattern: str = ".*", what: str = "a text") -> str | None:
-        """One text; None if nothing is said."""
+        """One text; None without a value."""
         if value is None or value == "":
             return None
         if isinstance(value, dict | list) or not re.fullmatch(pattern, plain(value), re.DOTALL):
@@ -83,7 +83,7 @@ class Place:
         return plain(value)
 
     def command(self, value: Any) -> tuple[str, ...] | None:
-        """A command as words, or as one text that is split as a shell would; None if nothing is said."""
+        """A command as words, or as one text that is split as a shell would; None without a value."""
         if value is None:
             return None
         if isinstance(value, str):
@@ -249,16 +249,16 @@ def read_limits(keys: dict[str, Any], deploy: dict[str, Any], place: Place) -> d
     kept = at.at("reservations").mapping(resources.get("reservations"), {"cpus", "memory", "devices"})
     devices = at.at("reservations.devices")
 
-    def said(name: str, old: str) -> tuple[Any, Place]:
+    def limit(name: str, old: str) -> tuple[Any, Place]:
         """A limit, and where it stands."""
         return (limits[name], at.at(f"limits.{name}")) if limits.get(name) else (keys.get(old), place.at(old))
 
-    cpus, where = said("cpus", "cpus")
+    cpus, where = limit("cpus", "cpus")
     if (share := where.number(cpus) or 0) < 0:
         raise where.error("must not be negative")
-    memory, where = said("memory", "mem_limit")
+    memory, where = limit("memory", "mem_limit")
     size = where.size(memory)
-    processes, where = said("pids", "pids_limit")
+    processes, where = limit("pids", "pids_limit")
     most = int(where.number(processes) or 0)
     return {
         "cpus": share or None,

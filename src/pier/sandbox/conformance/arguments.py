@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.errors import ArgumentError, SandboxError
-from pier.sandbox.conformance.bench import PATIENCE, Bench, check, refuses, run
+from pier.sandbox.conformance.bench import PATIENCE, Bench, check, check_inside, refuses, run
 from pier.sandbox.contract import Process, Sandbox
 
 SURROGATE = "a\ud83d"
@@ -84,14 +84,14 @@ WRONG: dict[str, tuple[Call, tuple[Any, ...]]] = {
 """Each argument with values that it cannot have."""
 
 
-@check("a wrong argument is an ArgumentError of the caller, and the sandbox answers afterwards")
-async def wrong_arguments(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox, await sandbox.spawn("cat", stdin=True) as process:
+@check_inside("a wrong argument is an ArgumentError of the caller, and the sandbox answers afterwards")
+async def wrong_arguments(sandbox: Sandbox) -> None:
+    async with await sandbox.spawn("cat", stdin=True) as process:
         for name, (call, values) in WRONG.items():
             for value in values:
                 error = await refuses(asyncio.wait_for(_start(call, sandbox, process, value), PATIENCE), ArgumentError)
-                told = (error.code, error.blame, error.retryable, isinstance(error, ValueError))
-                assert told == ("bad_argument", "user", False, True), (name, value, told)
+                found = (error.code, error.blame, error.retryable, isinstance(error, ValueError))
+                assert found == ("bad_argument", "user", False, True), (name, value, found)
         await process.write(b"still here")
         await process.close_stdin()
         assert (await process.wait()).stdout == b"still here"
@@ -102,16 +102,15 @@ async def _start(call: Call, sandbox: Sandbox, process: Process, value: Any) -> 
     return await call(sandbox, process, value)
 
 
-@check("bytes that are not UTF-8 go in and out by Python's own names for them")
-async def undecodable_names(bench: Bench) -> None:
+@check_inside("bytes that are not UTF-8 go in and out by Python's own names for them")
+async def undecodable_names(sandbox: Sandbox) -> None:
     name = os.fsdecode(b"/srv/\xff\xc3\x28")
-    async with bench.sandbox() as sandbox:
-        await sandbox.write_file(name, b"data")
-        assert await sandbox.read_file(name) == b"data"
-        assert (await run(sandbox, ["cat", name])).stdout == b"data"
-        assert (await run(sandbox, 'printf %s "$NAME"', env={"NAME": name})).stdout == os.fsencode(name)
-        await sandbox.remove(name)
-        assert (await run(sandbox, "ls /srv")).text == ""
+    await sandbox.write_file(name, b"data")
+    assert await sandbox.read_file(name) == b"data"
+    assert (await run(sandbox, ["cat", name])).stdout == b"data"
+    assert (await run(sandbox, 'printf %s "$NAME"', env={"NAME": name})).stdout == os.fsencode(name)
+    await sandbox.remove(name)
+    assert (await run(sandbox, "ls /srv")).text == ""
 
 
 @check("a file over a directory is an IsADirectoryError, one below a file a NotADirectoryError, by its own name")
@@ -137,19 +136,18 @@ async def paths_in_the_way(bench: Bench) -> None:
         assert (await run(sandbox, "ls -A /srv /srv/dir; cat /srv/file")).text.count(".pier-") == 0
 
 
-@check("a second kill returns when the command is dead, as the first does")
-async def concurrent_kills(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        process = await sandbox.spawn("(setsid sleep 600 &) ; sleep 600")
-        first = asyncio.ensure_future(process.kill())
-        await asyncio.sleep(0)
-        await process.kill()
-        assert first.done(), "the second kill returned before the first"
-        assert (await sandbox.exec("pidof sleep")).exit_code == 1, "a process outlived the second kill"
+@check_inside("a second kill returns when the command is dead, as the first does")
+async def concurrent_kills(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn("(setsid sleep 600 &) ; sleep 600")
+    first = asyncio.ensure_future(process.kill())
+    await asyncio.sleep(0)
+    await process.kill()
+    assert first.done(), "the second kill returned before the first"
+    assert (await sandbox.exec("pidof sleep")).exit_code == 1, "a process outlived the second kill"
 
 
-@check("what on_output raises is raised, also a TimeoutError, and ends the command")
-async def failing_on_output(bench: Bench) -> None:
+@check_inside("what on_output raises is raised, also a TimeoutError, and ends the command")
+async def failing_on_output(sandbox: Sandbox) -> None:
     async def later(*_: Any) -> None:
         await asyncio.sleep(0)
         raise TimeoutError("of the callback")
@@ -157,22 +155,20 @@ async def failing_on_output(bench: Bench) -> None:
     def at_once(*_: Any) -> None:
         raise TimeoutError("of the callback")
 
-    async with bench.sandbox() as sandbox:
-        for callback in (at_once, later):
-            error = await refuses(sandbox.exec("echo x; sleep 600", timeout=PATIENCE, on_output=callback), TimeoutError)
-            assert str(error) == "of the callback"
-            assert (await sandbox.exec("pidof sleep")).exit_code == 1, "the command goes on"
+    for callback in (at_once, later):
+        error = await refuses(sandbox.exec("echo x; sleep 600", timeout=PATIENCE, on_output=callback), TimeoutError)
+        assert str(error) == "of the callback"
+        assert (await sandbox.exec("pidof sleep")).exit_code == 1, "the command goes on"
 
 
-@check("on_output may kill its own command")
-async def killing_on_output(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        started: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
+@check_inside("on_output may kill its own command")
+async def killing_on_output(sandbox: Sandbox) -> None:
+    started: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
 
-        async def stop(*_: Any) -> None:
-            await (await started).kill()
+    async def stop(*_: Any) -> None:
+        await (await started).kill()
 
-        process = await sandbox.spawn("echo x; sleep 600", on_output=stop)
-        started.set_result(process)
-        with contextlib.suppress(SandboxError):
-            assert (await asyncio.wait_for(process.wait(), PATIENCE)).exit_code == 137
+    process = await sandbox.spawn("echo x; sleep 600", on_output=stop)
+    started.set_result(process)
+    with contextlib.suppress(SandboxError):
+        assert (await asyncio.wait_for(process.wait(), PATIENCE)).exit_code == 137

@@ -46,6 +46,7 @@ class Bench:
 
 
 Body = Callable[[Bench], Awaitable[None]]
+SandboxBody = Callable[[Sandbox], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,20 @@ def check(promise: str, needs: str = "") -> Callable[[Body], Body]:
 
     def register(body: Body) -> Body:
         CHECKS.append(Check(body.__name__, promise, needs, body))
+        return body
+
+    return register
+
+
+def check_inside(promise: str, needs: str = "", **spec: Any) -> Callable[[SandboxBody], SandboxBody]:
+    """Register a check that works in one sandbox, started with `spec`."""
+
+    def register(body: SandboxBody) -> SandboxBody:
+        async def run_inside(bench: Bench) -> None:
+            async with bench.sandbox(**spec) as sandbox:
+                await body(sandbox)
+
+        CHECKS.append(Check(body.__name__, promise, needs, run_inside))
         return body
 
     return register
@@ -135,8 +150,8 @@ async def run(sandbox: Sandbox, command: Any, **options: Any) -> Result:
     """Run a command that must succeed."""
     options.setdefault("timeout", PATIENCE)
     result = await sandbox.exec(command, **options)
-    told = f"exit {result.exit_code}, timed out: {result.timed_out}, stdout {result.stdout[-500:]!r}, "
-    assert result.ok, f"{command!r:.300}: {told}stderr {result.stderr[-500:]!r}"
+    ending = f"exit {result.exit_code}, timed out: {result.timed_out}, stdout {result.stdout[-500:]!r}, "
+    assert result.ok, f"{command!r:.300}: {ending}stderr {result.stderr[-500:]!r}"
     return result
 
 

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from pier.errors import SandboxError
-from pier.sandbox.conformance.bench import Bench, check, refuses, run
+from pier.sandbox.conformance.bench import Bench, check, check_inside, refuses, run
+from pier.sandbox.contract import Sandbox
 
 ODD_NAMES = (
     b"with space",
@@ -30,65 +31,58 @@ async def chunks(data: bytes, size: int = 65536) -> AsyncIterator[bytes]:
         yield data[start : start + size]
 
 
-@check("a file is written and read back byte for byte")
-async def write_and_read(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        for data in (b"", b"text\n", bytes(range(256)) * 5000):
-            await sandbox.write_file("/srv/file", data)
-            assert await sandbox.read_file("/srv/file") == data
+@check_inside("a file is written and read back byte for byte")
+async def write_and_read(sandbox: Sandbox) -> None:
+    for data in (b"", b"text\n", bytes(range(256)) * 5000):
+        await sandbox.write_file("/srv/file", data)
+        assert await sandbox.read_file("/srv/file") == data
 
 
-@check("missing parents are made, and what is there is replaced")
-async def write_makes_parents(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        await sandbox.write_file("/srv/a/b c/d", b"one")
-        await sandbox.write_file("/srv/a/b c/d", b"2")
-        assert (await run(sandbox, ["cat", "/srv/a/b c/d"])).stdout == b"2"
+@check_inside("missing parents are made, and what is there is replaced")
+async def write_makes_parents(sandbox: Sandbox) -> None:
+    await sandbox.write_file("/srv/a/b c/d", b"one")
+    await sandbox.write_file("/srv/a/b c/d", b"2")
+    assert (await run(sandbox, ["cat", "/srv/a/b c/d"])).stdout == b"2"
 
 
-@check("a written file has the mode that was asked for")
-async def write_mode(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        for mode in (0o600, 0o755, 0o444):
-            await sandbox.write_file("/srv/file", b"x", mode=mode)
-            assert int((await run(sandbox, "stat -c %a /srv/file")).text, 8) == mode
+@check_inside("a written file has the mode that was asked for")
+async def write_mode(sandbox: Sandbox) -> None:
+    for mode in (0o600, 0o755, 0o444):
+        await sandbox.write_file("/srv/file", b"x", mode=mode)
+        assert int((await run(sandbox, "stat -c %a /srv/file")).text, 8) == mode
 
 
-@check("a written file has the owner that was asked for", needs="users")
-async def write_owner(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        await sandbox.write_file("/srv/file", b"x", owner="1234:2345")
-        await sandbox.write_file("/srv/other", b"x")
-        assert (await run(sandbox, "stat -c %u:%g /srv/file /srv/other")).text.split() == ["1234:2345", "0:0"]
+@check_inside("a written file has the owner that was asked for", needs="users")
+async def write_owner(sandbox: Sandbox) -> None:
+    await sandbox.write_file("/srv/file", b"x", owner="1234:2345")
+    await sandbox.write_file("/srv/other", b"x")
+    assert (await run(sandbox, "stat -c %u:%g /srv/file /srv/other")).text.split() == ["1234:2345", "0:0"]
 
 
-@check("writing over a symlink replaces the link")
-async def write_over_link(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        await run(sandbox, "echo kept >/srv/target; ln -s target /srv/link")
-        await sandbox.write_file("/srv/link", b"new")
-        assert (await run(sandbox, "cat /srv/target; test ! -L /srv/link && cat /srv/link")).text == "kept\nnew"
+@check_inside("writing over a symlink replaces the link")
+async def write_over_link(sandbox: Sandbox) -> None:
+    await run(sandbox, "echo kept >/srv/target; ln -s target /srv/link")
+    await sandbox.write_file("/srv/link", b"new")
+    assert (await run(sandbox, "cat /srv/target; test ! -L /srv/link && cat /srv/link")).text == "kept\nnew"
 
 
-@check("read_file follows no symlink in any part of the path and reads regular files only")
-async def read_regular_only(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        await run(
-            sandbox, "cd /srv; echo x >file; ln -s file link; mkdir dir; echo y >dir/in; ln -s dir alias; mkfifo fifo"
-        )
-        for name in ("link", "dir", "alias/in", "fifo"):
-            error = await refuses(sandbox.read_file(f"/srv/{name}"), SandboxError)
-            assert error.code == "not_regular", (name, error.code)
-        await refuses(sandbox.read_file("/srv/none"), FileNotFoundError)
-        assert await sandbox.read_file("/srv/dir/in") == b"y\n"
+@check_inside("read_file follows no symlink in any part of the path and reads regular files only")
+async def read_regular_only(sandbox: Sandbox) -> None:
+    await run(
+        sandbox, "cd /srv; echo x >file; ln -s file link; mkdir dir; echo y >dir/in; ln -s dir alias; mkfifo fifo"
+    )
+    for name in ("link", "dir", "alias/in", "fifo"):
+        error = await refuses(sandbox.read_file(f"/srv/{name}"), SandboxError)
+        assert error.code == "not_regular", (name, error.code)
+    await refuses(sandbox.read_file("/srv/none"), FileNotFoundError)
+    assert await sandbox.read_file("/srv/dir/in") == b"y\n"
 
 
-@check("read_file stops at its limit")
-async def read_limit(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        await sandbox.write_file("/srv/file", bytes(1000))
-        assert len(await sandbox.read_file("/srv/file", max_bytes=1000)) == 1000
-        assert (await refuses(sandbox.read_file("/srv/file", max_bytes=999), SandboxError)).code == "too_large"
+@check_inside("read_file stops at its limit")
+async def read_limit(sandbox: Sandbox) -> None:
+    await sandbox.write_file("/srv/file", bytes(1000))
+    assert len(await sandbox.read_file("/srv/file", max_bytes=1000)) == 1000
+    assert (await refuses(sandbox.read_file("/srv/file", max_bytes=999), SandboxError)).code == "too_large"
 
 
 def _plant(root: Path) -> None:
@@ -282,41 +276,37 @@ def _entry(
     return info
 
 
-@check("a tar stream is unpacked with its modes and links")
-async def put_tar(bench: Bench) -> None:
+@check_inside("a tar stream is unpacked with its modes and links")
+async def put_tar(sandbox: Sandbox) -> None:
     data = _tar((_entry("a/b", 0o751), b"b"), (_entry("l", kind=tarfile.SYMTYPE, link="a"), b""))
-    async with bench.sandbox() as sandbox:
-        await sandbox.put_tar(chunks(data), "/srv/put")
-        assert (await run(sandbox, "cd /srv/put; cat l/b; stat -c %a a/b")).text == "b751\n"
+    await sandbox.put_tar(chunks(data), "/srv/put")
+    assert (await run(sandbox, "cd /srv/put; cat l/b; stat -c %a a/b")).text == "b751\n"
 
 
-@check("a tar stream is unpacked with its owners", needs="users")
-async def put_tar_owners(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        await sandbox.put_tar(chunks(_tar((_entry("file", 0o4755, owner=1234), b"x"))), "/srv/put")
-        assert (await run(sandbox, "stat -c '%u:%g %a' /srv/put/file")).text == "1234:1234 4755\n"
+@check_inside("a tar stream is unpacked with its owners", needs="users")
+async def put_tar_owners(sandbox: Sandbox) -> None:
+    await sandbox.put_tar(chunks(_tar((_entry("file", 0o4755, owner=1234), b"x"))), "/srv/put")
+    assert (await run(sandbox, "stat -c '%u:%g %a' /srv/put/file")).text == "1234:1234 4755\n"
 
 
-@check("an entry that would land outside the target is refused")
-async def put_unsafe_tar(bench: Bench) -> None:
+@check_inside("an entry that would land outside the target is refused")
+async def put_unsafe_tar(sandbox: Sandbox) -> None:
     link = _entry("link", kind=tarfile.SYMTYPE, link="..")
     hostile = [
         _tar((_entry("../out"), b"x")),
         _tar((_entry("/srv/out"), b"x")),
         _tar((link, b""), (_entry("link/out"), b"x")),
     ]
-    async with bench.sandbox() as sandbox:
-        for number, data in enumerate(hostile):
-            error = await refuses(sandbox.put_tar(chunks(data), "/srv/put"), SandboxError)
-            assert error.code == "unsafe_archive", (number, error.code)
-        assert not (await sandbox.exec("test -e /srv/out")).ok
+    for number, data in enumerate(hostile):
+        error = await refuses(sandbox.put_tar(chunks(data), "/srv/put"), SandboxError)
+        assert error.code == "unsafe_archive", (number, error.code)
+    assert not (await sandbox.exec("test -e /srv/out")).ok
 
 
-@check("a tree comes out as a tar stream with modes, owners and links")
-async def get_tar(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        await run(sandbox, "mkdir /srv/t; cd /srv/t; echo x >a; chmod 750 a; ln -s a s")
-        data = b"".join([part async for part in sandbox.get_tar("/srv/t")])
+@check_inside("a tree comes out as a tar stream with modes, owners and links")
+async def get_tar(sandbox: Sandbox) -> None:
+    await run(sandbox, "mkdir /srv/t; cd /srv/t; echo x >a; chmod 750 a; ln -s a s")
+    data = b"".join([part async for part in sandbox.get_tar("/srv/t")])
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         found = {info.name.removeprefix("./").rstrip("/"): info for info in archive}
         assert found["a"].mode == 0o750 and found["a"].uid == 0 and found["s"].linkname == "a", found

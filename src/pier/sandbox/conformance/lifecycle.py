@@ -9,7 +9,7 @@ import asyncio
 import random
 
 from pier.errors import SandboxError
-from pier.sandbox.conformance.bench import PATIENCE, Bench, check, gone, is_alive, refuses, run, until
+from pier.sandbox.conformance.bench import PATIENCE, Bench, check, check_inside, gone, is_alive, refuses, run, until
 from pier.sandbox.contract import Limits, Mount, Sandbox, SandboxSpec
 
 _COUNT = "n=0; for p in /proc/[0-9]*; do n=$((n+1)); done; echo $n"
@@ -20,15 +20,14 @@ async def _zombies(sandbox: Sandbox) -> int:
     return sum(row.rpartition(")")[2].split()[:1] == ["Z"] for row in listing.text.splitlines())
 
 
-@check("orphans that ended are reaped")
-async def orphans_are_reaped(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        await run(sandbox, "i=0; while [ $i -lt 50 ]; do (sh -c 'true &' &); i=$((i+1)); done")
+@check_inside("orphans that ended are reaped")
+async def orphans_are_reaped(sandbox: Sandbox) -> None:
+    await run(sandbox, "i=0; while [ $i -lt 50 ]; do (sh -c 'true &' &); i=$((i+1)); done")
 
-        async def none_left() -> bool:
-            return await _zombies(sandbox) == 0
+    async def none_left() -> bool:
+        return await _zombies(sandbox) == 0
 
-        await until("zombies to go", none_left)
+    await until("zombies to go", none_left)
 
 
 @check("a sandbox sees its own processes only")
@@ -38,57 +37,52 @@ async def own_processes_only(bench: Bench) -> None:
         assert int((await run(two, _COUNT)).text) < 6
 
 
-@check("the sandbox outlives a kill of its init by its own root")
-async def init_survives(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        await sandbox.exec("kill -9 1; kill -TERM 1; kill -HUP 1", timeout=PATIENCE)
-        await run(sandbox, "true")
+@check_inside("the sandbox outlives a kill of its init by its own root")
+async def init_survives(sandbox: Sandbox) -> None:
+    await sandbox.exec("kill -9 1; kill -TERM 1; kill -HUP 1", timeout=PATIENCE)
+    await run(sandbox, "true")
 
 
-@check("killing everything as root inside leaves the sandbox usable")
-async def kill_everything_inside(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        await sandbox.exec("kill -9 -1", timeout=PATIENCE)
-        await run(sandbox, "true")
+@check_inside("killing everything as root inside leaves the sandbox usable")
+async def kill_everything_inside(sandbox: Sandbox) -> None:
+    await sandbox.exec("kill -9 -1", timeout=PATIENCE)
+    await run(sandbox, "true")
 
 
-@check("kill_all ends every process and says how many")
-async def kill_all(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        script = "for i in 1 2 3 4 5; do setsid sleep 600 >/dev/null 2>&1 </dev/null & echo $!; done"
-        pids = (await run(sandbox, script)).text.split()
-        assert await sandbox.kill_all() >= 5
-        await gone(sandbox, *pids)
-        await run(sandbox, "true")
-        assert await sandbox.kill_all() == 0
+@check_inside("kill_all ends every process and says how many")
+async def kill_all(sandbox: Sandbox) -> None:
+    script = "for i in 1 2 3 4 5; do setsid sleep 600 >/dev/null 2>&1 </dev/null & echo $!; done"
+    pids = (await run(sandbox, script)).text.split()
+    assert await sandbox.kill_all() >= 5
+    await gone(sandbox, *pids)
+    await run(sandbox, "true")
+    assert await sandbox.kill_all() == 0
 
 
-@check("kill_all ends commands that are being waited for")
-async def kill_all_ends_commands(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        process = await sandbox.spawn("sleep 600")
-        await sandbox.kill_all()
-        async with asyncio.timeout(PATIENCE):
-            assert (await process.wait()).exit_code == 137
+@check_inside("kill_all ends commands that are being waited for")
+async def kill_all_ends_commands(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn("sleep 600")
+    await sandbox.kill_all()
+    async with asyncio.timeout(PATIENCE):
+        assert (await process.wait()).exit_code == 137
 
 
-@check("kill_all wins against a fork storm")
-async def kill_all_in_fork_storm(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        await sandbox.write_file(
-            "/srv/storm",
-            b"#!/bin/sh\nwhile :; do setsid sh -c 'sleep 0.01; sleep 0.01' & sleep 0.005; done\n",
-            mode=0o755,
-        )
-        await run(sandbox, "for i in 1 2 3; do setsid /srv/storm >/dev/null 2>&1 </dev/null & done; sleep 0.5")
-        await sandbox.kill_all()
+@check_inside("kill_all wins against a fork storm")
+async def kill_all_in_fork_storm(sandbox: Sandbox) -> None:
+    await sandbox.write_file(
+        "/srv/storm",
+        b"#!/bin/sh\nwhile :; do setsid sh -c 'sleep 0.01; sleep 0.01' & sleep 0.005; done\n",
+        mode=0o755,
+    )
+    await run(sandbox, "for i in 1 2 3; do setsid /srv/storm >/dev/null 2>&1 </dev/null & done; sleep 0.5")
+    await sandbox.kill_all()
 
-        async def calm() -> bool:
-            return not (
-                await run(sandbox, "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' ' | grep -c 'srv/stor[m]'; true")
-            ).text.strip("0\n")
+    async def calm() -> bool:
+        return not (
+            await run(sandbox, "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' ' | grep -c 'srv/stor[m]'; true")
+        ).text.strip("0\n")
 
-        await until("the storm to end", calm, 20)
+    await until("the storm to end", calm, 20)
 
 
 @check("a verifier's view is out of reach of what goes on running", needs="isolates_verifier")
@@ -131,26 +125,28 @@ async def isolated_view(bench: Bench) -> None:
         assert (await run(sandbox, "cat /above/private/verdict; rmdir /private")).text == "forged\n"
 
 
-@check("a crashed command does not harm others")
-async def crashes_are_apart(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        results = await asyncio.gather(*(sandbox.exec("kill -SEGV $$" if n % 2 else "echo fine") for n in range(20)))
-        assert [result.exit_code for result in results] == [139 if n % 2 else 0 for n in range(20)]
+@check_inside("a crashed command does not harm others")
+async def crashes_are_apart(sandbox: Sandbox) -> None:
+    results = await asyncio.gather(*(sandbox.exec("kill -SEGV $$" if n % 2 else "echo fine") for n in range(20)))
+    assert [result.exit_code for result in results] == [139 if n % 2 else 0 for n in range(20)]
 
 
 MEGABYTE = 1 << 20
 
 
-@check("more memory than allowed ends the command, and the sandbox goes on", needs="limit:memory")
-async def memory_limit(bench: Bench) -> None:
-    async with bench.sandbox(limits=Limits(memory=96 * MEGABYTE)) as sandbox:
-        result = await sandbox.exec("head -c 600000000 /dev/zero | tail", timeout=PATIENCE, output_limit=1000)
-        assert result.exit_code != 0, result
-        await run(sandbox, "true")
+@check_inside(
+    "more memory than allowed ends the command, and the sandbox goes on",
+    needs="limit:memory",
+    limits=Limits(memory=96 * MEGABYTE),
+)
+async def memory_limit(sandbox: Sandbox) -> None:
+    result = await sandbox.exec("head -c 600000000 /dev/zero | tail", timeout=PATIENCE, output_limit=1000)
+    assert result.exit_code != 0, result
+    await run(sandbox, "true")
 
 
 @check("running out of memory is reported in the result", needs="limit:memory")
-async def memory_limit_is_told(bench: Bench) -> None:
+async def memory_limit_is_reported(bench: Bench) -> None:
     async with bench.sandbox(limits=Limits(memory=96 * MEGABYTE)) as sandbox:
         result = await sandbox.exec("head -c 600000000 /dev/zero | tail", timeout=PATIENCE, output_limit=1000)
         if bench.capabilities.limits["memory"] == "cgroup":
@@ -158,32 +154,28 @@ async def memory_limit_is_told(bench: Bench) -> None:
         assert not (await run(sandbox, "true")).out_of_memory
 
 
-@check("more processes than allowed cannot be started", needs="limit:processes")
-async def process_limit(bench: Bench) -> None:
-    async with bench.sandbox(limits=Limits(processes=20)) as sandbox:
-        script = "for i in $(seq 60); do sleep 600 >/dev/null 2>&1 </dev/null & done"
-        await sandbox.exec(script, timeout=PATIENCE, output_limit=100_000)
-        assert await sandbox.kill_all() <= 21
-        await run(sandbox, "true")
+@check_inside("more processes than allowed cannot be started", needs="limit:processes", limits=Limits(processes=20))
+async def process_limit(sandbox: Sandbox) -> None:
+    script = "for i in $(seq 60); do sleep 600 >/dev/null 2>&1 </dev/null & done"
+    await sandbox.exec(script, timeout=PATIENCE, output_limit=100_000)
+    assert await sandbox.kill_all() <= 21
+    await run(sandbox, "true")
 
 
-@check("more open files than allowed cannot be had", needs="limit:open_files")
-async def open_files_limit(bench: Bench) -> None:
-    async with bench.sandbox(limits=Limits(open_files=100)) as sandbox:
-        assert (await run(sandbox, "ulimit -n; ulimit -Hn")).text == "100\n100\n"
+@check_inside("more open files than allowed cannot be had", needs="limit:open_files", limits=Limits(open_files=100))
+async def open_files_limit(sandbox: Sandbox) -> None:
+    assert (await run(sandbox, "ulimit -n; ulimit -Hn")).text == "100\n100\n"
 
 
-@check("more on disk than allowed cannot be written", needs="limit:disk")
-async def disk_limit(bench: Bench) -> None:
-    async with bench.sandbox(limits=Limits(disk=32 * MEGABYTE)) as sandbox:
-        result = await sandbox.exec("head -c 200000000 /dev/zero >/srv/big", timeout=PATIENCE)
-        assert not result.ok, result
+@check_inside("more on disk than allowed cannot be written", needs="limit:disk", limits=Limits(disk=32 * MEGABYTE))
+async def disk_limit(sandbox: Sandbox) -> None:
+    result = await sandbox.exec("head -c 200000000 /dev/zero >/srv/big", timeout=PATIENCE)
+    assert not result.ok, result
 
 
-@check("a part of a cpu can be asked for", needs="limit:cpus")
-async def cpu_limit(bench: Bench) -> None:
-    async with bench.sandbox(limits=Limits(cpus=0.5)) as sandbox:
-        await run(sandbox, "true")
+@check_inside("a part of a cpu can be asked for", needs="limit:cpus", limits=Limits(cpus=0.5))
+async def cpu_limit(sandbox: Sandbox) -> None:
+    await run(sandbox, "true")
 
 
 @check("limits of one sandbox are not those of another", needs="limit:processes")
@@ -196,11 +188,10 @@ async def limits_are_apart(bench: Bench) -> None:
         assert (await run(two, script)).text == "all\n"
 
 
-@check("the host name is the one that was asked for")
-async def host_name(bench: Bench) -> None:
-    async with bench.sandbox(hostname="harbour") as sandbox:
-        assert (await run(sandbox, "cat /proc/sys/kernel/hostname")).text == "harbour\n"
-        assert "harbour" in (await run(sandbox, "cat /etc/hosts")).text
+@check_inside("the host name is the one that was asked for", hostname="harbour")
+async def host_name(sandbox: Sandbox) -> None:
+    assert (await run(sandbox, "cat /proc/sys/kernel/hostname")).text == "harbour\n"
+    assert "harbour" in (await run(sandbox, "cat /etc/hosts")).text
 
 
 @check("/tmp, /dev/shm and the usual devices are there, and private")
@@ -243,11 +234,12 @@ async def shared_mount(bench: Bench) -> None:
     assert (shared / "new").read_text() == "inside\n"
 
 
-@check("a tmpfs is private and no larger than asked for")
-async def tmpfs_mount(bench: Bench) -> None:
-    async with bench.sandbox(mounts=(Mount("/scratch", None, read_only=False, size=1 << 20),)) as sandbox:
-        await run(sandbox, "echo x >/scratch/x")
-        assert not (await sandbox.exec("head -c 3000000 /dev/zero >/scratch/big")).ok
+@check_inside(
+    "a tmpfs is private and no larger than asked for", mounts=(Mount("/scratch", None, read_only=False, size=1 << 20),)
+)
+async def tmpfs_mount(sandbox: Sandbox) -> None:
+    await run(sandbox, "echo x >/scratch/x")
+    assert not (await sandbox.exec("head -c 3000000 /dev/zero >/scratch/big")).ok
 
 
 @check("64 sandboxes at once")
@@ -261,31 +253,29 @@ async def sixty_four_at_once(bench: Bench) -> None:
     assert await asyncio.gather(*(one(number) for number in range(64))) == [str(number) for number in range(64)]
 
 
-@check("stopping twice is fine, and a stopped sandbox says so at once")
-async def stop_twice(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        await sandbox.stop()
-        await sandbox.stop()
-        await asyncio.gather(sandbox.stop(), sandbox.stop())
-        await refuses(sandbox.exec("true"), SandboxError)
-        await refuses(sandbox.write_file("/x", b""), SandboxError)
-        await refuses(sandbox.read_file("/x"), SandboxError)
-        await refuses(sandbox.kill_all(), SandboxError)
+@check_inside("stopping twice is fine, and a stopped sandbox says so at once")
+async def stop_twice(sandbox: Sandbox) -> None:
+    await sandbox.stop()
+    await sandbox.stop()
+    await asyncio.gather(sandbox.stop(), sandbox.stop())
+    await refuses(sandbox.exec("true"), SandboxError)
+    await refuses(sandbox.write_file("/x", b""), SandboxError)
+    await refuses(sandbox.read_file("/x"), SandboxError)
+    await refuses(sandbox.kill_all(), SandboxError)
 
 
-@check("stopping ends what is going on inside, with an error")
-async def stop_while_busy(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        tasks = [asyncio.ensure_future(sandbox.exec("sleep 600")) for _ in range(5)]
-        process = await sandbox.spawn("sleep 600")
-        tasks.append(asyncio.ensure_future(process.wait()))
-        await run(sandbox, "true")
-        await sandbox.stop()
-        done, pending = await asyncio.wait(tasks, timeout=PATIENCE)
-        assert not pending
-        for task in done:
-            error = task.exception()
-            assert isinstance(error, SandboxError) or (error is None and task.result().exit_code == 137), task
+@check_inside("stopping ends what is going on inside, with an error")
+async def stop_while_busy(sandbox: Sandbox) -> None:
+    tasks = [asyncio.ensure_future(sandbox.exec("sleep 600")) for _ in range(5)]
+    process = await sandbox.spawn("sleep 600")
+    tasks.append(asyncio.ensure_future(process.wait()))
+    await run(sandbox, "true")
+    await sandbox.stop()
+    done, pending = await asyncio.wait(tasks, timeout=PATIENCE)
+    assert not pending
+    for task in done:
+        error = task.exception()
+        assert isinstance(error, SandboxError) or (error is None and task.result().exit_code == 137), task
 
 
 @check("stopping at any moment of a transfer, a command or a listener")

@@ -6,7 +6,7 @@ import asyncio
 
 from pier.errors import PierError, SandboxError
 from pier.network.policy import Decision, NetworkPolicy
-from pier.sandbox.conformance.bench import Bench, check, refuses, run, until
+from pier.sandbox.conformance.bench import Bench, check, check_inside, refuses, run, until
 from pier.sandbox.contract import Sandbox, SandboxSpec
 
 _ASK = """
@@ -38,48 +38,43 @@ async def ask(sandbox: Sandbox, port: int) -> str:
     return (await sandbox.exec(_ASK.replace("PORT", str(port)), timeout=60)).text
 
 
-@check("with the network `none` there is loopback and nothing else")
-async def loopback_only(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        names = [row.split(":")[0].strip() for row in (await run(sandbox, "cat /proc/net/dev")).text.splitlines()[2:]]
-        assert names == ["lo"], names
-        routes = (await run(sandbox, "cat /proc/net/route")).text.splitlines()[1:]
-        assert {row.split()[0] for row in routes} <= {"lo"}, routes
+@check_inside("with the network `none` there is loopback and nothing else")
+async def loopback_only(sandbox: Sandbox) -> None:
+    names = [row.split(":")[0].strip() for row in (await run(sandbox, "cat /proc/net/dev")).text.splitlines()[2:]]
+    assert names == ["lo"], names
+    routes = (await run(sandbox, "cat /proc/net/route")).text.splitlines()[1:]
+    assert {row.split()[0] for row in routes} <= {"lo"}, routes
 
 
-@check("a socket inside is served from outside", needs="listen")
-async def served_from_outside(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        listener = await sandbox.listen(8080, Greeter)
-        assert listener.port == 8080
-        for _ in range(3):
-            assert await ask(sandbox, 8080) == "servedhello"
-        await listener.close()
+@check_inside("a socket inside is served from outside", needs="listen")
+async def served_from_outside(sandbox: Sandbox) -> None:
+    listener = await sandbox.listen(8080, Greeter)
+    assert listener.port == 8080
+    for _ in range(3):
+        assert await ask(sandbox, 8080) == "servedhello"
+    await listener.close()
 
 
-@check("port 0 gives a free port", needs="listen")
-async def listen_on_free_port(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        one, two = await sandbox.listen(0, Greeter), await sandbox.listen(0, lambda: Greeter(b"second"))
-        assert one.port != two.port
-        assert (await ask(sandbox, one.port), await ask(sandbox, two.port)) == ("servedhello", "secondhello")
+@check_inside("port 0 gives a free port", needs="listen")
+async def listen_on_free_port(sandbox: Sandbox) -> None:
+    one, two = await sandbox.listen(0, Greeter), await sandbox.listen(0, lambda: Greeter(b"second"))
+    assert one.port != two.port
+    assert (await ask(sandbox, one.port), await ask(sandbox, two.port)) == ("servedhello", "secondhello")
 
 
-@check("a closed listener answers no more and its port is free again", needs="listen")
-async def close_listener(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        listener = await sandbox.listen(8080, Greeter)
-        await listener.close()
-        assert await ask(sandbox, 8080) == ""
-        again = await sandbox.listen(8080, lambda: Greeter(b"again"))
-        assert await ask(sandbox, again.port) == "againhello"
+@check_inside("a closed listener answers no more and its port is free again", needs="listen")
+async def close_listener(sandbox: Sandbox) -> None:
+    listener = await sandbox.listen(8080, Greeter)
+    await listener.close()
+    assert await ask(sandbox, 8080) == ""
+    again = await sandbox.listen(8080, lambda: Greeter(b"again"))
+    assert await ask(sandbox, again.port) == "againhello"
 
 
-@check("a port that is taken is a SandboxError", needs="listen")
-async def port_is_taken(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        await sandbox.listen(8080, Greeter)
-        await refuses(sandbox.listen(8080, Greeter), SandboxError)
+@check_inside("a port that is taken is a SandboxError", needs="listen")
+async def port_is_taken(sandbox: Sandbox) -> None:
+    await sandbox.listen(8080, Greeter)
+    await refuses(sandbox.listen(8080, Greeter), SandboxError)
 
 
 @check("two sandboxes have the same port, each its own", needs="listen")
@@ -91,18 +86,20 @@ async def ports_are_apart(bench: Bench) -> None:
         assert (await ask(one, 8080), await ask(two, 8080)) == ("onehello", "twohello")
 
 
-@check("listening works under an allowlist too", needs="network:allowlist")
-async def listen_under_allowlist(bench: Bench) -> None:
-    async with bench.sandbox(network=NetworkPolicy("allowlist", ("allowed.test",))) as sandbox:
-        listener = await sandbox.listen(0, Greeter)
-        assert await ask(sandbox, listener.port) == "servedhello"
+@check_inside(
+    "listening works under an allowlist too",
+    needs="network:allowlist",
+    network=NetworkPolicy("allowlist", ("allowed.test",)),
+)
+async def listen_under_allowlist(sandbox: Sandbox) -> None:
+    listener = await sandbox.listen(0, Greeter)
+    assert await ask(sandbox, listener.port) == "servedhello"
 
 
-@check("listening works with a public network too", needs="network:public")
-async def listen_under_public(bench: Bench) -> None:
-    async with bench.sandbox(network=NetworkPolicy("public")) as sandbox:
-        listener = await sandbox.listen(0, Greeter)
-        assert await ask(sandbox, listener.port) == "servedhello"
+@check_inside("listening works with a public network too", needs="network:public", network=NetworkPolicy("public"))
+async def listen_under_public(sandbox: Sandbox) -> None:
+    listener = await sandbox.listen(0, Greeter)
+    assert await ask(sandbox, listener.port) == "servedhello"
 
 
 _CONNECT = """
@@ -123,42 +120,44 @@ async def fails_to_reach(sandbox: Sandbox, host: str, port: int = 80) -> None:
     assert 0 < result.exit_code < 126, f"{host}: exit {result.exit_code}, {result.stdout[:200]!r} {result.stderr!r}"
 
 
-@check("with the network `none` every way out is refused at once")
-async def none_refuses_at_once(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        for host in ("192.0.2.1", "169.254.169.254", "refused.test"):
-            await fails_to_reach(sandbox, host)
+@check_inside("with the network `none` every way out is refused at once")
+async def none_refuses_at_once(sandbox: Sandbox) -> None:
+    for host in ("192.0.2.1", "169.254.169.254", "refused.test"):
+        await fails_to_reach(sandbox, host)
 
 
 @check("with the network `none` attempts are reported, and none of pier's")
-async def attempts_are_told(bench: Bench) -> None:
-    told: list[Decision] = []
-    async with bench.sandbox(on_decision=told.append) as sandbox:
-        assert [(decision.kind, decision.allowed) for decision in told] == [("probe", True)], told
+async def attempts_are_reported(bench: Bench) -> None:
+    decisions: list[Decision] = []
+    async with bench.sandbox(on_decision=decisions.append) as sandbox:
+        assert [(decision.kind, decision.allowed) for decision in decisions] == [("probe", True)], decisions
         await fails_to_reach(sandbox, "refused.test")
         await fails_to_reach(sandbox, "192.0.2.1", 8080)
-    refused = {(decision.kind, decision.name, decision.port) for decision in told if not decision.allowed}
-    assert refused == {("dns", "refused.test", 0), ("tcp", "192.0.2.1", 8080)}, told
+    refused = {(decision.kind, decision.name, decision.port) for decision in decisions if not decision.allowed}
+    assert refused == {("dns", "refused.test", 0), ("tcp", "192.0.2.1", 8080)}, decisions
 
 
-@check("under an allowlist what no rule has is refused at once", needs="network:allowlist")
-async def allowlist_refuses_at_once(bench: Bench) -> None:
-    async with bench.sandbox(network=NetworkPolicy("allowlist", ("allowed.test",))) as sandbox:
-        for host in ("192.0.2.1", "169.254.169.254", "10.0.0.1", "refused.test"):
-            await fails_to_reach(sandbox, host)
+@check_inside(
+    "under an allowlist what no rule has is refused at once",
+    needs="network:allowlist",
+    network=NetworkPolicy("allowlist", ("allowed.test",)),
+)
+async def allowlist_refuses_at_once(sandbox: Sandbox) -> None:
+    for host in ("192.0.2.1", "169.254.169.254", "10.0.0.1", "refused.test"):
+        await fails_to_reach(sandbox, host)
 
 
 @check("decisions of the policy are reported, and none about pier's own traffic", needs="network:allowlist")
 async def decisions_are_told(bench: Bench) -> None:
-    told: list[Decision] = []
+    decisions: list[Decision] = []
     policy = NetworkPolicy("allowlist", ("allowed.test",))
-    async with bench.sandbox(network=policy, on_decision=told.append) as sandbox:
-        assert [(decision.kind, decision.allowed) for decision in told] == [("probe", True)], told
+    async with bench.sandbox(network=policy, on_decision=decisions.append) as sandbox:
+        assert [(decision.kind, decision.allowed) for decision in decisions] == [("probe", True)], decisions
         await fails_to_reach(sandbox, "refused.test")
         await fails_to_reach(sandbox, "192.0.2.1", 8080)
 
         async def all_there() -> bool:
-            refused = {(decision.kind, decision.name, decision.port) for decision in told if not decision.allowed}
+            refused = {(decision.kind, decision.name, decision.port) for decision in decisions if not decision.allowed}
             return refused >= {("dns", "refused.test", 0), ("tcp", "192.0.2.1", 8080)}
 
         await until("both refusals to be reported", all_there)
@@ -170,21 +169,21 @@ async def bad_rule(bench: Bench) -> None:
     assert bench.held() == []
 
 
-@check("a policy can be opened at run time", needs="switch_network")
-async def open_network(bench: Bench) -> None:
-    async with bench.sandbox() as sandbox:
-        await sandbox.set_network(NetworkPolicy("allowlist", ("allowed.test",)))
-        routes = (await run(sandbox, "cat /proc/net/route")).text.splitlines()[1:]
-        assert {row.split()[0] for row in routes} > {"lo"}, routes
-        await fails_to_reach(sandbox, "192.0.2.1")
+@check_inside("a policy can be opened at run time", needs="switch_network")
+async def open_network(sandbox: Sandbox) -> None:
+    await sandbox.set_network(NetworkPolicy("allowlist", ("allowed.test",)))
+    routes = (await run(sandbox, "cat /proc/net/route")).text.splitlines()[1:]
+    assert {row.split()[0] for row in routes} > {"lo"}, routes
+    await fails_to_reach(sandbox, "192.0.2.1")
 
 
-@check("a policy can be closed at run time", needs="switch_network")
-async def close_network(bench: Bench) -> None:
-    async with bench.sandbox(network=NetworkPolicy("allowlist", ("allowed.test",))) as sandbox:
-        await sandbox.set_network(NetworkPolicy("none"))
-        assert [
-            row.split(":")[0].strip() for row in (await run(sandbox, "cat /proc/net/dev")).text.splitlines()[2:]
-        ] == ["lo"]
-        listener = await sandbox.listen(0, Greeter)
-        assert await ask(sandbox, listener.port) == "servedhello"
+@check_inside(
+    "a policy can be closed at run time", needs="switch_network", network=NetworkPolicy("allowlist", ("allowed.test",))
+)
+async def close_network(sandbox: Sandbox) -> None:
+    await sandbox.set_network(NetworkPolicy("none"))
+    assert [row.split(":")[0].strip() for row in (await run(sandbox, "cat /proc/net/dev")).text.splitlines()[2:]] == [
+        "lo"
+    ]
+    listener = await sandbox.listen(0, Greeter)
+    assert await ask(sandbox, listener.port) == "servedhello"

@@ -13,7 +13,7 @@ import base64
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -37,7 +37,6 @@ from pier.trajectory.model import (
 from pier.trajectory.paged import JsonWindow
 from pier.tree import Tree, TreeError, find_files, open_regular
 
-K = TypeVar("K")
 T = TypeVar("T")
 EXTENSIONS = {"image/png": "png", "image/jpeg": "jpg", "image/gif": "gif", "image/webp": "webp"}
 _DEEPEST = 32
@@ -81,16 +80,18 @@ class SessionLog:
         self.totals = reader.totals
 
 
-def nested(found: list[tuple[SessionLog, str | None]]) -> list[SessionLog]:
-    """Of sessions with the id of who started each, those that none of the others started; the rest are their children.
-    Several of one id are all kept, and so are those that name each other or lie too deep."""
-    known: dict[str | None, SessionLog] = {}
-    for session, _ in found:
-        known.setdefault(session.id, session)
+def nested(found: Iterable[tuple[SessionLog, Hashable, Hashable]]) -> list[SessionLog]:
+    """Of sessions, each with its key and the key of the one that started it (None without one), those that no other one
+    started; the rest are their children. Several of one key are all kept, and so are those that name each other, name
+    an unknown one or lie too deep."""
+    rows = list(found)
+    known: dict[Hashable, SessionLog] = {}
+    for session, key, _ in rows:
+        known.setdefault(key, session)
     above: dict[int, SessionLog] = {}
     tops = []
-    for session, parent_id in found:
-        parent = upper = None if parent_id is None else known.get(parent_id)
+    for session, _, parent_key in rows:
+        parent = upper = None if parent_key is None else known.get(parent_key)
         while upper is not None and upper is not session:
             upper = above.get(id(upper))
         if parent is None or upper is session:
@@ -100,15 +101,6 @@ def nested(found: list[tuple[SessionLog, str | None]]) -> list[SessionLog]:
             parent.children.append(session)
     _flatten(tops)
     return tops
-
-
-def below_tops(found: list[tuple[SessionLog, K | None]], tops: Mapping[K, SessionLog]) -> list[SessionLog]:
-    """Sessions with the place of who started each, those below another at that one; of an unknown place at the end."""
-    rest = [session for session, place in found if place is not None and place not in tops]
-    for session, place in found:
-        if place is not None and place in tops:
-            tops[place].children.append(session)
-    return [*(session for session, place in found if place is None), *rest]
 
 
 def _flatten(tops: list[SessionLog]) -> None:

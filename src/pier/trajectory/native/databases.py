@@ -65,11 +65,11 @@ class GooseReader(SessionReader):
     def find(cls, root: Path) -> list[SessionLog]:
         tops: list[SessionLog] = []
         for path, rows in databases(root, "sessions.db", cls._SESSIONS, *cls._TABLES):
-            found: list[tuple[SessionLog, str | None]] = []
+            found: list[tuple[SessionLog, str, str | None]] = []
             for row in map(dict, rows):
                 session = SessionLog(cls, path, row["id"], cost_usd=row["accumulated_cost"])
                 session.extra["title"] = row["name"] or None
-                found.append((session, row.get("parent_session_id")))
+                found.append((session, session.id, row.get("parent_session_id")))
             tops += nested(found)
         return [session for session in tops if session.children or cls._has_messages(session)]
 
@@ -148,10 +148,10 @@ class OpenCodeReader(SessionReader):
     def find(cls, root: Path) -> list[SessionLog]:
         tops: list[SessionLog] = []
         for path, rows in databases(root, "opencode.db", cls._SESSIONS, *cls._TABLES):
-            found: list[tuple[SessionLog, str | None]] = []
-            for id_, parent, version, title in rows:
-                found.append((SessionLog(cls, path, id_, version or "unknown", extra={"title": title}), parent))
-            tops += nested(found)
+            tops += nested(
+                (SessionLog(cls, path, id_, version or "unknown", extra={"title": title}), id_, parent)
+                for id_, parent, version, title in rows
+            )
         return tops
 
     def read(self) -> Iterator[None]:

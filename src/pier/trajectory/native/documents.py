@@ -12,10 +12,10 @@ from pier.trajectory.native.assemble import (
     SessionLog,
     SessionReader,
     arguments_in,
-    below_tops,
     document,
     iso,
     members,
+    nested,
     split,
 )
 from pier.tree import find_files, open_regular
@@ -28,13 +28,14 @@ class ClineReader(SessionReader):
 
     @classmethod
     def find(cls, root: Path) -> list[SessionLog]:
-        found: list[tuple[SessionLog, Path | None]] = []
+        found: list[tuple[SessionLog, Path, Path | None]] = []
         for path in find_files(root, "*.messages.json"):
             id_ = path.name.removesuffix(".messages.json")
             if cls._is_log(path):
                 is_top = id_ == path.parent.name or root.is_file()
-                found.append((SessionLog(cls, path, id_), None if is_top else path.parent))
-        return below_tops(found, {session.path.parent: session for session, parent in found if parent is None})
+                key, parent = (path.parent, None) if is_top else (path, path.parent)
+                found.append((SessionLog(cls, path, id_), key, parent))
+        return nested(found)
 
     @staticmethod
     def _is_log(path: Path) -> bool:

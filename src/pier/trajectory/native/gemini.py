@@ -11,7 +11,6 @@ from pier.trajectory.native.assemble import (
     SessionLog,
     SessionReader,
     begins_with,
-    below_tops,
     document,
     first_records,
     nested,
@@ -37,11 +36,11 @@ class GeminiCliReader(_GeminiReader):
 
     @classmethod
     def find(cls, root: Path) -> list[SessionLog]:
-        found: list[tuple[SessionLog, str | None]] = []
+        found: list[tuple[SessionLog, str, str | None]] = []
         for path, head in first_records(root, "*.jsonl"):
             if "sessionId" in head and "projectHash" in head:
                 session = SessionLog(cls, path, str(head["sessionId"]))
-                found.append((session, path.parent.name if head.get("kind") == "subagent" else None))
+                found.append((session, session.id, path.parent.name if head.get("kind") == "subagent" else None))
         return nested(found)
 
     def read(self) -> Iterator[None]:
@@ -103,18 +102,17 @@ class QwenCodeReader(_GeminiReader):
     def find(cls, root: Path) -> list[SessionLog]:
         if root.is_file():
             return [SessionLog(cls, root, root.stem)] if cls._is_log(root) else []
-        tops = {
-            (path.parent.parent, path.stem): SessionLog(cls, path, path.stem)
+        found: list[tuple[SessionLog, Any, Any]] = [
+            (SessionLog(cls, path, path.stem), (path.parent.parent, path.stem), None)
             for path in find_files(root, "*.jsonl")
             if "subagents" not in path.relative_to(root).parts and cls._is_log(path)
-        }
-        found: list[tuple[SessionLog, tuple[Path, str] | None]] = [(session, None) for session in tops.values()]
+        ]
         for path in find_files(root, "agent-*.jsonl"):
             if path.parent.parent.name == "subagents" and cls._is_log(path):
                 call = document(path.with_suffix(".meta.json")).get("toolUseId")  # of the tool call that began it
                 child = SessionLog(cls, path, path.stem, extra={"call": call})
-                found.append((child, (path.parent.parent.parent, path.parent.name)))
-        return below_tops(found, tops)
+                found.append((child, path, (path.parent.parent.parent, path.parent.name)))
+        return nested(found)
 
     @staticmethod
     def _is_log(path: Path) -> bool:

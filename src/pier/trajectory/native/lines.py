@@ -13,7 +13,6 @@ from pier.trajectory.native.assemble import (
     SessionReader,
     arguments_in,
     begins_with,
-    below_tops,
     first_records,
     iso,
     nested,
@@ -98,11 +97,12 @@ class CodexReader(SessionReader):
 
     @classmethod
     def find(cls, root: Path) -> list[SessionLog]:
-        found: list[tuple[SessionLog, str | None]] = []
+        found: list[tuple[SessionLog, str, str | None]] = []
         for path, first in first_records(root, "rollout-*.jsonl"):
             if first.get("type") == "session_meta":
                 meta = first.get("payload") or {}
-                found.append((SessionLog(cls, path, str(meta.get("id"))), cls._parent(meta)))
+                id_ = str(meta.get("id"))
+                found.append((SessionLog(cls, path, id_), id_, cls._parent(meta)))
         return nested(found)
 
     @staticmethod
@@ -256,17 +256,14 @@ class KimiReader(SessionReader):
 
     @classmethod
     def find(cls, root: Path) -> list[SessionLog]:
-        found: list[tuple[SessionLog, Path | None]] = []
-        tops: dict[Path, SessionLog] = {}
+        found: list[tuple[SessionLog, Path, Path | None]] = []
         for path, head in first_records(root, "agents/*/wire.jsonl"):
-            if "protocol_version" not in head:
-                continue
-            place, is_main = path.parent.parent.parent, path.parent.name == "main"
-            id_ = place.name.removeprefix("session_") if is_main else path.parent.name
-            found.append((SessionLog(cls, path, id_), None if is_main else place))
-            if is_main:
-                tops[place] = found[-1][0]
-        return below_tops(found, tops)
+            place = path.parent.parent.parent
+            if "protocol_version" in head and path.parent.name == "main":
+                found.append((SessionLog(cls, path, place.name.removeprefix("session_")), place, None))
+            elif "protocol_version" in head:
+                found.append((SessionLog(cls, path, path.parent.name), path, place))
+        return nested(found)
 
     def read_row(self, row: dict[str, Any], at: str | None) -> None:
         at = iso(row.get("time"))
