@@ -38,6 +38,14 @@ settings.register_profile(
 settings.load_profile("steady")
 
 
+E2E = Path(__file__).parent / "e2e"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if E2E in item.path.parents:
+        item.add_marker(pytest.mark.parts)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Each worker begins with some of the files that have slow tests, so that no worker ends with one while the others
