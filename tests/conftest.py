@@ -27,7 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples each time: a submission is not judged by the luck of the draw.
-settings.register_profile("steady", max_examples=50, derandomize=True, database=None, deadline=None)
+settings.register_profile("steady", max_examples=25, derandomize=True, database=None, deadline=None)
 # For the lanes of other Pythons: the language is tested there, not the properties.
 settings.register_profile("few", settings.get_profile("steady"), max_examples=10)
 # Other examples each time, for `make soak`: an example that failed is kept, and tried first the next time.
