@@ -34,7 +34,8 @@ demo: venv
 clients: dev
 	@.ci/clients || echo "the official model clients could not be installed, so their tests are skipped" >&2
 
-test: dev system
+test:
+	@$(MAKE) --no-print-directory -j2 dev system
 	@.ci/test
 
 lint: dev

@@ -21,6 +21,7 @@ from pier.image.model import HOST, Image
 from pier.lease import Lease
 from pier.sandbox.contract import Mount, Sandbox, SandboxSpec
 from pier.sandbox.local import LocalBackend
+from tests.parts import need_parts
 
 ROOT = Path(__file__).parents[1]
 PACKS = Path(os.environ.get("PIER_PACKS") or ROOT / ".cache" / "packs")
@@ -32,6 +33,7 @@ DESK = "/work-here"
 
 def need_pack(name: str) -> Pack:
     """The pack of an agent; without it the test is skipped."""
+    need_parts()
     spec = pack_spec(name)
     pack = PackStore(PACKS).find(spec) if spec else None
     if pack is None:

@@ -27,7 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples each time: a submission is not judged by the luck of the draw.
-settings.register_profile("steady", max_examples=50, derandomize=True, database=None, deadline=None)
+settings.register_profile("steady", max_examples=25, derandomize=True, database=None, deadline=None)
 # For the lanes of other Pythons: the language is tested there, not the properties.
 settings.register_profile("few", settings.get_profile("steady"), max_examples=10)
 # Other examples each time, for `make soak`: an example that failed is kept, and tried first the next time.
@@ -36,6 +36,14 @@ settings.register_profile(
     "soak", max_examples=200, derandomize=False, database=examples, deadline=None, print_blob=True
 )
 settings.load_profile("steady")
+
+
+E2E = Path(__file__).parent / "e2e"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if E2E in item.path.parents:
+        item.add_marker(pytest.mark.parts)
 
 
 @pytest.hookimpl(trylast=True)

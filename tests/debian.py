@@ -13,6 +13,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from tests.parts import need_parts
+
 CACHE = Path(__file__).parents[1] / ".cache" / "test"
 COPIED = ("etc/apt/sources.list", "etc/apt/sources.list.d", "etc/apt/apt.conf.d", "etc/pip.conf", "etc/ssl/certs")
 
@@ -23,6 +25,7 @@ class Unavailable(Exception):
 
 def debian_archive() -> Path:
     """The tar of the root file system."""
+    need_parts()
     archive = CACHE / "debian.tar"
     if archive.exists():
         return archive

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.busybox import add_program, busybox_image
+from tests.parts import need_parts
 
 ROOT = Path(__file__).parents[1]
 CLIENTS = ROOT / ".cache" / "clients"
@@ -29,6 +30,7 @@ print(json.dumps([sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), s
 
 def python_layer(directory: Path, files: dict[str, str]) -> Path:
     """The root file system; `files` are written into it."""
+    need_parts()
     python = CLIENTS / "bin" / "python"
     if not (CLIENTS / "installed").is_file():
         pytest.skip("the official clients are not installed: .ci/clients")

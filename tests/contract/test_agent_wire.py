@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +11,12 @@ import pytest
 import yaml
 
 from pier.agent.command import CommandAgent
-from pier.agent.contract import pack_spec
-from pier.agent.pack import PackStore
 from pier.gateway.server import Gateway
 from pier.trial.result import TrialResult
 from pier.trial.spec import AgentChoice
+from tests.agent_rig import PACKS, need_pack
 from tests.trial_runs import Bench, open_bench, write_task
 
-PACKS = Path(os.environ.get("PIER_PACKS") or Path(__file__).parents[2] / ".cache" / "packs")
 CALL = """
 import json, os, sys, urllib.request, urllib.error
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
@@ -111,12 +108,11 @@ async def test_only_the_agents_own_work_decides(
     assert told(result) == expected
 
 
+@pytest.mark.parts
 async def test_a_real_agent_that_exits_with_0_on_a_dead_provider(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = pack_spec("pi")
-    if spec is None or PackStore(PACKS).find(spec) is None:
-        pytest.skip("the pack of pi is not built: .ci/packs pi")
+    need_pack("pi")
     monkeypatch.setenv("PIER_PACKS", str(PACKS))
     script = tmp_path / "script.yaml"
     script.write_text(yaml.safe_dump([{"error": {"status": 401}}] * 8))

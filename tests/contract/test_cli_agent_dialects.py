@@ -146,6 +146,7 @@ AGENTS = {
 }
 
 
+@pytest.mark.parts
 @pytest.mark.parametrize("agent", AGENTS)
 async def test_a_real_agent_is_rolled_out_as_it_is(
     agent: str, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -11,8 +11,6 @@ import pytest
 
 from tests.job_tasks import make_task
 
-pytestmark = pytest.mark.plain
-
 HEAVY = {"pydantic", "asyncio", "rich", "aiohttp", "yaml", "jinja2", "aiodocker", "genai_prices", "importlib.metadata"}
 """What takes longer to load than `pier --help` takes to answer."""
 NOT_FOR_A_RUN = {

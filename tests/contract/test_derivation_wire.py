@@ -18,6 +18,7 @@ from pier.trajectory.model import Step, read
 from pier.wire.dialects import DIALECTS
 from pier.wire.turn import Media, Message, Request, Text, Tool, ToolResult, Turn
 
+pytestmark = pytest.mark.parts
 PEER = Path(__file__).parents[2] / ".cache/peers/harbor"
 HARBOR = PEER / "bin/python"
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}

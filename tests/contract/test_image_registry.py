@@ -32,8 +32,6 @@ from tests.image_rig import (
     tar_of,
 )
 
-pytestmark = pytest.mark.plain
-
 BASE = tar_of(directory("etc"), entry("etc/name", b"base"), entry("big", bytes(range(256)) * 4096))
 TOP = tar_of(entry("etc/.wh.name"), entry("app", b"#!/bin/sh\n", mode=0o755))
 CONFIG = {"Env": ["PATH=/bin", "A=b=c"], "WorkingDir": "/etc", "User": "1000", "Cmd": ["sh"], "Labels": {"k": "v"}}
@@ -49,6 +47,7 @@ def no_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "docker"
 
 
+@pytest.mark.plain
 async def test_resolve_pulls_what_the_store_lacks(tmp_path: Path) -> None:
     store = ImageStore()
     async with running_registry(tmp_path / "registry") as address:
@@ -193,6 +192,7 @@ async def test_a_download_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     assert len(ranges) == 2
 
 
+@pytest.mark.plain
 async def test_a_download_of_a_process_that_was_killed_goes_on_in_another(tmp_path: Path) -> None:
     """What lies in the store is not asked for again; layers are fetched side by side, and progress is told."""
     store = ImageStore()

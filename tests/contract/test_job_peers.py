@@ -16,8 +16,9 @@ from pier.view.library import Library
 from pier.view.pages import Pages
 from pier.view.render import Links, render
 from tests.job_tasks import make_task, pier, trials_of
+from tests.parts import need_parts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.parts]
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"harbor": "harbor", "datacurve-pier": "pier"}
 
@@ -92,6 +93,7 @@ print(json.dumps(rows))
 
 def python_of(peer: str) -> Path:
     """The interpreter of a peer's environment."""
+    need_parts()
     try:
         subprocess.run([ROOT / ".ci" / "peers", peer], capture_output=True, text=True, timeout=900, check=True)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:

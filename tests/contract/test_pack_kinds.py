@@ -14,6 +14,7 @@ from pier.sandbox.contract import Backend, Mount, SandboxSpec
 from tests.agent_rig import need_pack
 from tests.contract.test_pack_roots import ROOTS, make_root
 
+pytestmark = pytest.mark.parts
 PYTHON = f"{PACK_PATH}/python/bin/python3"
 KINDS = {
     "native": ("claude-code", [f"{PACK_PATH}/bin/claude", "--version"], "2."),

@@ -14,6 +14,7 @@ from pier.cli.review import critique_run
 from tests.contract.test_job_peers import python_of, run_peer
 from tests.job_tasks import make_task, pier, trials_of
 
+pytestmark = pytest.mark.parts
 READ = """
 import json, sys
 from pathlib import Path

@@ -22,8 +22,6 @@ from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.sandbox.local import LocalBackend
 from pier.sandbox.local.box import LocalBox
 
-pytestmark = pytest.mark.plain
-
 ODD_TEXT = st.text(alphabet=st.one_of(st.characters(codec=None), st.sampled_from("\0=/.\ud83d\udcff\n ")), max_size=12)
 VALUE = st.recursive(
     st.one_of(
@@ -143,6 +141,7 @@ async def _send(sandbox: LinuxSandbox[LocalBox], message: dict[str, Any], with_f
         os.close(read)
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize(
     "frame", [b"{", b"[]", b"7", b"@", b"\xff\xfe", b"[" * 60_000, b'{"op":7,"id":[]}', b'{"id":999999}']
 )

@@ -16,7 +16,6 @@ import pytest
 import pier
 from tests.busybox import busybox_image
 
-pytestmark = pytest.mark.plain
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {
     "start_a_sandbox.py": ["0 hello from linux", "missing.txt", "the network is closed"],
@@ -29,6 +28,7 @@ def test_every_example_is_run() -> None:
     assert {path.name for path in (ROOT / "examples/python").glob("*.py")} == EXAMPLES.keys()
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name: str, tmp_path: Path) -> None:
     ran = subprocess.run(
@@ -63,6 +63,7 @@ def test_every_name_has_a_type_and_is_there() -> None:
         pier.nonsense  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.plain
 async def test_a_sandbox_in_five_lines(tmp_path: Path) -> None:
     image = busybox_image(tmp_path)
     async with pier.sandbox(image, workdir="/w") as box:
@@ -83,6 +84,7 @@ async def test_an_unknown_user_is_an_error_that_says_what_to_do(tmp_path: Path) 
         assert "/etc/passwd" in caught.value.message and says in (caught.value.hint or "")
 
 
+@pytest.mark.plain
 async def test_a_directory_with_a_dockerfile_is_built(tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text("FROM host\nENV MADE=here\nWORKDIR /app\nCOPY note.txt .\n")
     (tmp_path / "note.txt").write_text("from the context")
@@ -97,6 +99,7 @@ async def test_allowed_hosts_and_an_open_network_contradict() -> None:
             pass
 
 
+@pytest.mark.plain
 async def test_a_job_is_run_continued_and_opened_again(tmp_path: Path) -> None:
     job = pier.Job.of(ROOT / "examples/tasks/hello", image="host", jobs_dir=tmp_path, job_name="one", n_attempts=2)
     with pytest.raises(pier.JobError):

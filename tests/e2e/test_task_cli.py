@@ -13,8 +13,6 @@ import pytest
 
 from tests.trial_runs import PASS, TOML, write_task
 
-pytestmark = pytest.mark.plain
-
 
 def pier(*args: object, code: int = 0, cwd: Path | None = None) -> str:
     done = subprocess.run(
@@ -29,6 +27,7 @@ def pier(*args: object, code: int = 0, cwd: Path | None = None) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.plain
 def test_a_new_task_is_proved(tmp_path: Path) -> None:
     said = pier("task", "init", "mine", cwd=tmp_path)
     assert "pier task check --run --image host mine" in said

@@ -30,6 +30,7 @@ from tests.fault.test_gateway_upstreams import events
 from tests.gateway_fakes import Behaviour, fake_provider, replies, streams
 from tests.trial_runs import open_bench, write_task
 
+pytestmark = pytest.mark.parts
 KILL = f"for p in /proc/[0-9]*; do readlink $p/exe | grep -q ^{PACK_PATH}/bin/ && kill -9 ${{p#/proc/}}; done"
 GO_ON = [{"shell": f"echo turn {n} >> /app/turns"} for n in range(1, 30)]
 

@@ -16,6 +16,7 @@ from tests.agent_rig import PACKS, need_pack
 from tests.fault.test_agent_faults import Mine, calls, told
 from tests.trial_runs import open_bench, write_task
 
+pytestmark = pytest.mark.parts
 IMPATIENT = f"[model_providers.{PROVIDER}]\nstream_idle_timeout_ms = 2000\nstream_max_retries = 0\n"
 
 

@@ -69,12 +69,18 @@ class Served(Gateway):
 
 @asynccontextmanager
 async def bench(place: str, root: Path, behaviour: Behaviour, dialect: str = "chat") -> AsyncIterator[Trials]:
+    async with open_place(place, root / "trials") as found, serving(found, root, behaviour, dialect) as trials:
+        yield trials
+
+
+@asynccontextmanager
+async def serving(found: Bench, root: Path, behaviour: Behaviour, dialect: str = "chat") -> AsyncIterator[Trials]:
+    """Trials on an open bench, with a provider of their own."""
     retry = Retry(attempts=2, first=0.01, longest=0.02, patience=1)
     async with fake_provider(behaviour) as fake, Served(retry=retry) as gateway:
         gateway.provider = fake.provider(dialect)
-        async with open_place(place, root / "trials") as found:
-            found.services = replace(found.services, gateway=gateway)
-            yield Trials(found, root, fake)
+        found.services = replace(found.services, gateway=gateway)
+        yield Trials(found, root, fake)
 
 
 class Trials:
@@ -143,12 +149,12 @@ FAULTS: dict[str, tuple[str, Behaviour, str]] = {
 async def test_a_failing_provider_leaves_no_reward(place: str, tmp_path: Path) -> None:
     """Whatever the verifier would say, and whatever the agent's exit code is."""
     good = "echo 1 > /logs/verifier/reward.txt"
-    for number, (name, (dialect, behaviour, code)) in enumerate(FAULTS.items()):
-        root = tmp_path / str(number)
-        async with bench(place, root, behaviour, dialect) as trials:
-            stream = {"stream": True} if "stream" in name else {}
-            result = await trials.run(ask(dialect, **stream) + ("exit 3" if number % 2 else ""), good)
-            assert told(result) == (code, "provider", None), (name, result.exception_info)
+    async with open_place(place, tmp_path / "trials") as found:
+        for number, (name, (dialect, behaviour, code)) in enumerate(FAULTS.items()):
+            async with serving(found, tmp_path, behaviour, dialect) as trials:
+                stream = {"stream": True} if "stream" in name else {}
+                result = await trials.run(ask(dialect, **stream) + ("exit 3" if number % 2 else ""), good)
+                assert told(result) == (code, "provider", None), (name, result.exception_info)
 
 
 @route("verdicts", "a rate limit or an outage that passes", "the agent never sees it, and is graded")
@@ -205,11 +211,12 @@ PROVOKED: dict[str, tuple[Behaviour, str]] = {
 @route("verdicts", "an agent that provokes an error of its provider to lose its zero", "the zero stands")
 @everywhere
 async def test_a_provoked_error_does_not_void_a_zero(place: str, tmp_path: Path) -> None:
-    for number, (name, (behaviour, script)) in enumerate(PROVOKED.items()):
-        async with bench(place, tmp_path / str(number), behaviour) as trials:
-            result = await trials.run(script)
-            assert result.rewards == {"reward": 0}, (name, told(result))
-            assert told(result)[1] in (None, "agent"), name
+    async with open_place(place, tmp_path / "trials") as found:
+        for name, (behaviour, script) in PROVOKED.items():
+            async with serving(found, tmp_path, behaviour) as trials:
+                result = await trials.run(script)
+                assert result.rewards == {"reward": 0}, (name, told(result))
+                assert told(result)[1] in (None, "agent"), name
 
 
 def edge(status: int, name: str, value: str = "") -> Behaviour:
@@ -245,14 +252,15 @@ HEADERS: dict[str, tuple[Behaviour, str]] = {
 )
 @everywhere
 async def test_a_header_of_the_agent_does_not_void_a_zero(place: str, tmp_path: Path) -> None:
-    for number, (name, (behaviour, header)) in enumerate(HEADERS.items()):
-        async with bench(place, tmp_path / str(number), behaviour) as trials:
-            query, header = (header, "") if header.startswith("?") else ("", f"{header}\\r\\n")
-            script = ask().replace(PATHS["chat"], PATHS["chat"] + f"'{query}'").rstrip("\n")
-            result = await trials.run(f"{script} '{header}'\n")
-            assert told(result) == (None, None, {"reward": 0}), name
-            answer = (trials.bench.last / "agent" / "command.txt").read_text()
-            assert answer.startswith("HTTP/1.1 200 "), (name, answer)
+    async with open_place(place, tmp_path / "trials") as found:
+        for name, (behaviour, header) in HEADERS.items():
+            async with serving(found, tmp_path, behaviour) as trials:
+                query, header = (header, "") if header.startswith("?") else ("", f"{header}\\r\\n")
+                script = ask().replace(PATHS["chat"], PATHS["chat"] + f"'{query}'").rstrip("\n")
+                result = await trials.run(f"{script} '{header}'\n")
+                assert told(result) == (None, None, {"reward": 0}), name
+                answer = (trials.bench.last / "agent" / "command.txt").read_text()
+                assert answer.startswith("HTTP/1.1 200 "), (name, answer)
 
 
 HANG_UP = """

@@ -19,8 +19,6 @@ from pier.workspace.workspace import SessionInfo, Workspace, WorkspaceConfig
 from tests.host_logs import LOGS, claude_log, codex_log, gemini_log, opencode_log
 from tests.job_tasks import PIER, pier
 
-pytestmark = pytest.mark.plain
-
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:

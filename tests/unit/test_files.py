@@ -9,8 +9,6 @@ import pytest
 
 from pier.files import Journal, locked, read_journal, write, write_json
 
-pytestmark = pytest.mark.plain
-
 
 def test_write_replaces_the_whole_file_and_leaves_no_temporary(tmp_path: Path) -> None:
     target = tmp_path / "a.txt"

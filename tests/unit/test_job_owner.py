@@ -13,8 +13,6 @@ import pytest
 from pier.errors import JobError
 from pier.job.ledger import current_owner, owning
 
-pytestmark = pytest.mark.plain
-
 HOLD = "import sys; from pathlib import Path; from pier.job.ledger import owning\n"
 HOLD += "with owning(Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()\n"
 

@@ -17,7 +17,6 @@ from pier.workspace.traces import export, find_trace, list_traces, traces_home
 from tests.host_logs import claude_log, codex_log
 from tests.job_tasks import pier
 
-pytestmark = pytest.mark.plain
 KEY = "sk-ant-api03-" + "A1b2C3d4" * 5
 PRIVATE = "-----BEGIN RSA PRIVATE KEY-----\n" + "MIIEpAIBAAKC\n" * 40 + "-----END RSA PRIVATE KEY-----"
 

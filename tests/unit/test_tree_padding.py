@@ -7,11 +7,7 @@ import os
 import tarfile
 from pathlib import Path
 
-import pytest
-
 from pier.sandbox.tar import unpack
-
-pytestmark = pytest.mark.plain
 
 
 def test_what_stands_behind_the_end_of_an_archive_is_read(tmp_path: Path) -> None:
