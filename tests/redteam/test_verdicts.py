@@ -747,8 +747,21 @@ async def test_only_the_first_run_is_broken(place: str, tmp_path: Path) -> None:
         assert result.rewards == {"reward": 0, "ran": 9}
 
 
+@pytest.mark.plain
+@pytest.mark.parametrize(
+    "said", ['{"reward": 0.5}', '{"reward": 0.5, "ran": 9}', '{"speed": 1, "answer": 0}'], ids=["part", "more", "keys"]
+)
+@route("verdicts", "The agent breaks only the first run of tests that would give a part of the reward", "that part")
+async def test_a_part_of_a_reward_is_not_tried_again(said: str, tmp_path: Path) -> None:
+    test = f"#!/bin/bash\nset -e\nbash /app/startup.sh\necho '{said}' > /logs/verifier/reward.json\n"
+    command = "echo 'test -e /app/ran || { touch /app/ran; exit 3; }' > /app/startup.sh"
+    async with open_place("local", tmp_path / "trials") as bench:
+        result = await attack(bench, tmp_path, command, test=test, **{"environment__startup.sh": "true\n"})
+        assert result.rewards == json.loads(said) and result.exception_info is None and "no_reward" in kinds(result)
+
+
 @everywhere
-@route("verdicts", "The tests give no reward once, and a positive one the next time", "no verdict, retried")
+@route("verdicts", "The tests give no reward once, and 1 or more the next time", "no verdict, retried")
 async def test_a_flake(place: str, tmp_path: Path) -> None:
     test = "#!/bin/bash\nif test -e /app/ran; then echo 1 > /logs/verifier/reward.txt; else touch /app/ran; fi\n"
     async with open_place(place, tmp_path / "trials") as bench:
