@@ -13,9 +13,9 @@ import pytest
 from pier.sandbox.contract import Limits, Mount, Sandbox
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.task import Task
+from pier.tree import Tree
 from pier.trial.result import TrialResult
 from pier.trial.spec import AgentChoice, SandboxChoice
-from pier.tree import Tree
 from pier.verifier.changes import judge_artifact
 from tests.redteam import route
 from tests.redteam.places import everywhere, open_place

@@ -202,7 +202,8 @@ async def main():
             async with http.get(f"{viewer.origin}/jobs/one/{sys.argv[2]}{tab}") as answer:
                 found.append((await answer.json())["content"])
     page, calls, tests = found
-    print(json.dumps([used() - before, len(calls["calls"]), page.get("cards", []), [part["tests"] for part in tests["parts"]]]))
+    rows = [part["tests"] for part in tests["parts"]]
+    print(json.dumps([used() - before, len(calls["calls"]), page.get("cards", []), rows]))
 
 asyncio.run(main())
 """

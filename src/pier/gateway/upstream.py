@@ -256,8 +256,8 @@ class Upstreams:
                     await pause(wait)
 
     async def _ask_plainly(self, plain: Outgoing, record: CallRecord, failed: UpstreamFailed) -> Answer:
-        """Ask once more, without the agent's headers, query and optional fields: only what is refused then too is the provider's fault.
-        With a login some may be needed, so that only an answer counts."""
+        """Ask once more, without the agent's headers, query and optional fields: only what is refused then too is the
+        provider's fault. With a login some may be needed, so that only an answer counts."""
         try:
             return await self._attempt(plain, record)
         except UpstreamFailed as again:

@@ -239,7 +239,7 @@ def _judge_program(path: str, name: str, added: bool) -> Suspicion | None:
 _OWN = (TESTS, VERIFIER_LOGS)
 _CONFIG_LIMIT = 128 * 1024
 _CONFIGS_LIMIT = 2 * 1024 * 1024
-"""A configuration file that is larger, or comes after so many bytes of them, is noted without a look into it: parsing
+"""A larger configuration file, and each one after this total, is noted without a look into it: parsing
 takes a second for 128 KiB."""
 
 

@@ -92,8 +92,8 @@ _OF_SERVICE = frozenset(
         *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "cache_salt"),
     }
 )
-"""Fields that say how a request is served or filed. Where data may go (`provider`, `store`, `inference_geo`) is not among
-them."""
+"""Fields that say how a request is served or filed, but for those that say where its data may go (`provider`, `store`,
+`inference_geo`)."""
 
 
 class Dialect:
