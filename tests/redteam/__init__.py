@@ -43,4 +43,4 @@ SECTIONS = {
     "identity": "Mixing up results",
     "faults": "Hangs and leaks",
 }
-"""Each section has a file `test_<section>.py` (`closed_book` is in `test_network.py`), and a title in the docs."""
+"""Each section has a title in the docs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ import pytest
 from pier.sandbox.contract import Limits, Mount, Sandbox
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.task import Task
+from pier.tree import Tree
 from pier.trial.result import TrialResult
 from pier.trial.spec import AgentChoice, SandboxChoice
+from pier.verifier.changes import judge_artifact
 from tests.redteam import route
 from tests.redteam.places import everywhere, open_place
 from tests.trial_runs import PASS, TOML, Bench, write_task
@@ -343,6 +346,27 @@ async def test_files_that_shadow_the_runner_are_noted(place: str, tmp_path: Path
         result = await graded(bench, tmp_path / "t", solve, test, '["/app"]')
         assert result.rewards == {"reward": 1}, "nothing is taken away"
         assert noted(result) == {f"/app/{name}": (kind, False) for name, kind in steering.items()}
+
+
+@route(
+    "faults",
+    "hand over an artifact with many configuration files that take long to parse",
+    "2 MiB of them are looked into, the others are noted",
+)
+@pytest.mark.plain
+def test_configuration_files_take_little_time(tmp_path: Path) -> None:
+    """Each of them takes about a second, in the process that serves all trials."""
+    slow = b"a=[" + b"1," * 65_000 + b"]"
+    for number in range(60):
+        place = tmp_path / "kept" / "top" / str(number)
+        place.mkdir(parents=True)
+        (place / "pyproject.toml").write_bytes(slow)
+    began = time.process_time()
+    with Tree(tmp_path / "kept") as kept:
+        judged = judge_artifact(kept, "top", "/app")
+    assert time.process_time() - began < 30
+    (detail,) = {(note.kind, note.detail) for note in judged.notes}
+    assert detail == ("runner", "it may configure a test runner") and 40 <= len(judged.notes) < 60
 
 
 @everywhere

@@ -17,6 +17,7 @@ from pier.record.writer import Recorder
 from pier.wire.body import parse
 from tests.gateway_fakes import PATHS
 from tests.redteam import route
+from tests.view_jobs import write_file, write_job, write_result
 
 MOST = 640
 """Megabytes that one session may add to a gateway, its copies of a request for a moment included."""
@@ -53,7 +54,10 @@ class Measured:
 
     async def post(self, body: bytes) -> int:
         headers = {"Authorization": f"Bearer {self.key}"}
-        async with aiohttp.ClientSession() as http, http.post(self.url, data=body, headers=headers) as answer:
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.post(self.url, data=body, headers=headers) as answer,
+        ):
             await answer.read()
             return answer.status
 
@@ -179,3 +183,45 @@ async def test_a_recording_is_read_back_in_a_bounded_amount_of_memory(bodies: An
     assert code == "agent_exit", "not the provider's fault"
     assert (tmp_path / "trajectory.json").is_file() is (warnings == [])
     assert len(warnings) == (memory < 1 << 30) and all("of memory" in each for each in warnings)
+
+
+VIEWER = """
+import asyncio, json, sys
+from pathlib import Path
+import aiohttp
+from tests.view_jobs import viewing
+
+def used():
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
+
+async def main():
+    before, found = used(), []
+    headers = {"Accept": "application/json"}
+    async with viewing(Path(sys.argv[1])) as viewer, aiohttp.ClientSession(headers=headers) as http:
+        for tab in ("", "/calls", "/verifier"):
+            async with http.get(f"{viewer.origin}/jobs/one/{sys.argv[2]}{tab}") as answer:
+                found.append((await answer.json())["content"])
+    page, calls, tests = found
+    rows = [part["tests"] for part in tests["parts"]]
+    print(json.dumps([used() - before, len(calls["calls"]), page.get("cards", []), rows]))
+
+asyncio.run(main())
+"""
+
+
+@route(
+    "host",
+    "an agent makes calls whose recording, or leaves a report of tests that, would fill the viewer's memory",
+    "neither is read beyond a limit",
+)
+async def test_a_page_takes_a_bounded_amount_of_memory(tmp_path: Path) -> None:
+    trial = tmp_path / "one" / write_job(tmp_path / "one", 1, 1, agents=1)[0]
+    write_result(trial)
+    (trial / "agent").mkdir()
+    record_calls(trial / "agent" / "recording.jsonl", one_history_many_times())
+    write_file(trial / "verifier" / "ctrf.json", b'{"results": {"tests": [' + b"{}," * 20_000_000 + b"{}]}}")
+    command = [sys.executable, "-c", VIEWER, tmp_path, trial.name]
+    viewer = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    added, n_calls, cards, tests = json.loads((await viewer.communicate())[0])
+    assert added < 640, added
+    assert n_calls == 1_200 and cards == [] and tests == [[]]

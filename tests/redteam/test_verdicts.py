@@ -263,6 +263,38 @@ async def test_a_header_of_the_agent_does_not_void_a_zero(place: str, tmp_path: 
                 assert answer.startswith("HTTP/1.1 200 "), (name, answer)
 
 
+def lacks(status: int, name: str) -> Behaviour:
+    """A provider that refuses requests with a field as if it were down."""
+    return when(name.encode(), error(status, message="try again later"))
+
+
+BODIES: dict[str, tuple[str, Behaviour, dict[str, Any]]] = {
+    "a tier of the account": ("chat", lacks(429, "service_tier"), {"service_tier": "priority"}),
+    "a tier of the account, in Messages": ("anthropic", lacks(529, "service_tier"), {"service_tier": "auto"}),
+    "a tier of the account, streamed": ("responses", lacks(503, "service_tier"), {"service_tier": "x", "stream": True}),
+    "a tier of the account, in Gemini": ("gemini", lacks(503, "serviceTier"), {"serviceTier": "PRIORITY"}),
+    "a key of a cache": ("chat", lacks(500, "prompt_cache_key"), {"prompt_cache_key": "x" * 9000}),
+    "labels": ("gemini", lacks(500, "labels"), {"labels": {"a": "b" * 9000}}),
+}
+
+
+@route(
+    "verdicts",
+    "an agent adds a field to its request that its provider refuses as if it were down",
+    "the request is sent again without it, unless the answer depends on it",
+)
+@everywhere
+async def test_a_field_of_the_agent_does_not_void_a_zero(place: str, tmp_path: Path) -> None:
+    for number, (name, (dialect, behaviour, more)) in enumerate(BODIES.items()):
+        async with bench(place, tmp_path / str(number), behaviour, dialect) as trials:
+            result = await trials.run(ask(dialect, **more))
+            assert told(result) == (None, None, {"reward": 0}), name
+            answer = (trials.bench.last / "agent" / "command.txt").read_text()
+            assert answer.startswith("HTTP/1.1 200 "), (name, answer)
+            field = next(iter(more)).encode()
+            assert field in trials.fake.asked[0].body and field not in trials.fake.asked[-1].body, name
+
+
 HANG_UP = """
 import os, socket, time
 body = b'{"model": "m", "messages": [{"role": "user", "content": "x"}]}'
@@ -755,8 +787,21 @@ async def test_only_the_first_run_is_broken(place: str, tmp_path: Path) -> None:
         assert result.rewards == {"reward": 0, "ran": 9}
 
 
+@pytest.mark.plain
+@pytest.mark.parametrize(
+    "said", ['{"reward": 0.5}', '{"reward": 0.5, "ran": 9}', '{"speed": 1, "answer": 0}'], ids=["part", "more", "keys"]
+)
+@route("verdicts", "The agent breaks only the first run of tests that would give a part of the reward", "that part")
+async def test_a_part_of_a_reward_is_not_tried_again(said: str, tmp_path: Path) -> None:
+    test = f"#!/bin/bash\nset -e\nbash /app/startup.sh\necho '{said}' > /logs/verifier/reward.json\n"
+    command = "echo 'test -e /app/ran || { touch /app/ran; exit 3; }' > /app/startup.sh"
+    async with open_place("local", tmp_path / "trials") as bench:
+        result = await attack(bench, tmp_path, command, test=test, **{"environment__startup.sh": "true\n"})
+        assert result.rewards == json.loads(said) and result.exception_info is None and "no_reward" in kinds(result)
+
+
 @everywhere
-@route("verdicts", "The tests give no reward once, and a positive one the next time", "no verdict, retried")
+@route("verdicts", "The tests give no reward once, and 1 or more the next time", "no verdict, retried")
 async def test_a_flake(place: str, tmp_path: Path) -> None:
     test = "#!/bin/bash\nif test -e /app/ran; then echo 1 > /logs/verifier/reward.txt; else touch /app/ran; fi\n"
     async with open_place(place, tmp_path / "trials") as bench:

@@ -135,6 +135,27 @@ class Reservation:
         if clock := CLOCK.get():
             clock.cost_usd = cost
 
+    @property
+    def counts_tokens(self) -> bool:
+        return any(meter.budget.counts_tokens for meter in self._meters)
+
+    def guess(self, input_tokens: int, output_tokens: int, cost: float) -> None:
+        """Count what a provider may have charged for a call that the agent gave up before its usage came."""
+        for meter in self._meters:
+            meter.guessed = Guess(
+                meter.guessed.input_tokens + input_tokens,
+                meter.guessed.output_tokens + output_tokens,
+                meter.guessed.cost_usd + cost,
+            )
+
+
+class Guess(NamedTuple):
+    """Estimated use, which counts against limits and is reported nowhere."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cost_usd: float = 0.0
+
 
 class Meter:
     """What was used of one budget. Several sessions may share one, next to their own."""
@@ -148,6 +169,7 @@ class Meter:
         self.input_tokens = 0
         self.output_tokens = 0
         self.cost_usd = 0.0
+        self.guessed = Guess()
         self._started: float | None = None
         self._recent: deque[float] = deque()
         self._watching: list[asyncio.Future[None]] = []
@@ -201,18 +223,20 @@ class Meter:
 
     def reached(self) -> Limit | None:
         """The limit that is used up for good; None if there is room for a turn, or may yet be."""
-        budget = self.budget
+        budget, guessed = self.budget, self.guessed
+        inward, outward = self.input_tokens + guessed.input_tokens, self.output_tokens + guessed.output_tokens
+        cost = self.cost_usd + guessed.cost_usd
         rows: tuple[tuple[BudgetStop, str, int, int | None], ...] = (
             ("max_turns", "turns", self.turns, budget.turns),
-            ("max_input_tokens", "input tokens", self.input_tokens, budget.input_tokens),
-            ("max_output_tokens", "output tokens", self.output_tokens, budget.output_tokens),
-            ("max_tokens", "tokens", self.input_tokens + self.output_tokens, budget.total_tokens),
+            ("max_input_tokens", "input tokens", inward, budget.input_tokens),
+            ("max_output_tokens", "output tokens", outward, budget.output_tokens),
+            ("max_tokens", "tokens", inward + outward, budget.total_tokens),
         )
         for reason, name, used, limit in rows:
             if limit is not None and used >= limit:
                 return Limit(reason, f"{used} of {limit} {name} of this {self.owner} are used")
-        if budget.cost_usd is not None and self.cost_usd >= budget.cost_usd:
-            spent = f"${self.cost_usd:.4f} of ${budget.cost_usd:.4f} of this {self.owner} are spent"
+        if budget.cost_usd is not None and cost >= budget.cost_usd:
+            spent = f"${cost:.4f} of ${budget.cost_usd:.4f} of this {self.owner} are spent"
             return Limit("max_cost", spent)
         if (left := self.seconds_left) is not None and left <= _TIMER_SLACK:
             return Limit("max_time", f"the {budget.wall_time:g} seconds of this {self.owner} are over")

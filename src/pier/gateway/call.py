@@ -8,8 +8,10 @@ that is quiet for long is kept alive.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
@@ -24,13 +26,15 @@ from pier.wire.body import Body, dump, parse
 from pier.wire.dialects import DIALECTS, BadRequest, Dialect, recognise
 from pier.wire.faults import Fault, fault_of
 from pier.wire.headers import HOP_BY_HOP, passed_headers, passed_query
-from pier.wire.sse import EventRenderer
-from pier.wire.turn import Edit, ErrorKind, Request, Turn, Usage, cost_of
+from pier.wire.sse import EventRenderer, MalformedAnswer
+from pier.wire.turn import Edit, ErrorKind, Request, Turn, TurnBuilder, Usage, cost_of
 
 if TYPE_CHECKING:
     from pier.gateway.session import Session
 
 MAX_BODY = 64 * 1024 * 1024
+_ENCODED = re.compile(r"[A-Za-z0-9+/=_-]{4096,}")
+"""A picture or a file in a request."""
 
 _NOT_DOWNSTREAM = HOP_BY_HOP | {"content-length", "content-encoding", "set-cookie", "server", "date", "alt-svc"}
 
@@ -159,6 +163,10 @@ class Exchange:
         self.version: str | None = None
         """Of the weights that answer."""
         self.usage: Usage | None = None
+        self._heard: list[bytes] = []
+        """The stream so far, if tokens or money are limited."""
+        self._dialect = caller.dialect
+        """That of the stream."""
         self.error: str | None = None
         self.error_kind: ErrorKind | None = None
         self.answered = False
@@ -253,8 +261,28 @@ class Exchange:
         provider, model = (self.target.provider.name, self.target.model) if self.target else ("", None)
         if self.turn.spent:
             self.turn.add(self.usage, cost_of(self.usage, model, provider))
+        if outcome == "cancelled" and self.turn.counts_tokens and (self.turn.spent or self.record.is_asked):
+            self._guess_use(model, provider)
         self.record.end(outcome, status, error=error, usage=self.usage, fault=fault)
         await self.record.recorder.commit()
+
+    def heard(self, data: bytes, dialect: Dialect) -> None:
+        """Note a part of the provider's stream, in case that the agent leaves before the usage comes."""
+        if self.turn.counts_tokens:
+            self._dialect = dialect
+            self._heard.append(data)
+
+    def _guess_use(self, model: str | None, provider: str) -> None:
+        """Count what the agent gave up before its usage came, at four characters a token. Pictures do not count."""
+        whole = TurnBuilder()
+        with suppress(MalformedAnswer):
+            whole.extend(self._dialect.stream_parser().feed(b"".join(self._heard)))
+        known = self.usage or Usage()
+        asked = known.input_tokens or len(_ENCODED.sub("", self.body.text)) // 4
+        answered = max(known.output_tokens or 0, sum(len(str(part)) for part in whole.turn().parts) // 4)
+        cost = cost_of(Usage(asked, answered), model, provider) or 0.0
+        more = max(0.0, cost - (cost_of(self.usage, model, provider) or 0.0))
+        self.turn.guess(asked - (known.input_tokens or 0), answered - (known.output_tokens or 0), more)
 
     async def fail(
         self,

@@ -105,6 +105,7 @@ async def _stream(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, 
     try:
         while data := await next_chunk(answer, scrub):
             x.record.chunk("upstream", data)
+            x.heard(data, x.caller.dialect)
             if (x.collects or keeps_tokens) and whole.extend(parser.feed(data)).ended:
                 x.answer = whole.turn()
             ready = held + await _pass_on(x, framer.feed(data), watch, extras)
@@ -272,6 +273,7 @@ async def _deltas(
     try:
         while data := await next_chunk(answer, scrub):
             x.record.chunk("upstream", data)
+            x.heard(data, translation.dialect)
             for delta in _inward(parser.feed(data), whole, translation):
                 yield delta
     except MalformedAnswer as broken:

@@ -47,8 +47,8 @@ from pier.gateway.providers import Provider
 from pier.gateway.request import render
 from pier.record.redact import Scrubber, redacted_path
 from pier.record.writer import CallRecord
-from pier.wire.body import Body
-from pier.wire.contract import kind_of_status
+from pier.wire.body import Body, dump, parse
+from pier.wire.contract import kind_of_status, without
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Fault, classify, error_in
 from pier.wire.headers import plain_headers
@@ -104,26 +104,33 @@ class Outgoing:
     query: str = ""
     """What the agent added to the path."""
     dropped: tuple[str, ...] = ()
-    """The names of the agent's headers that are left out."""
+    """The names of the agent's headers and fields that are left out."""
 
     @property
     def target(self) -> str:
         return f"{self.path}?{self.query}" if self.query else self.path
 
     def without(self, failed: UpstreamFailed) -> Outgoing | None:
-        """The same with nothing of the agent's but the body, and for a login its client's name; None if the failure
-        cannot be due to the rest. An API refuses features, such as betas; a server in front of it may refuse anything.
-        """
-        dialect = DIALECTS[self.dialect]
-        asks_for_features = self.query or any(map(dialect.is_client_header, self.headers))
-        if failed.fault == "agent" or not (failed.source == "front" or (failed.source and asks_for_features)):
+        """The same with nothing of the agent's but the fields of the body that it needs, and for a login its client's
+        name; None if the failure cannot be due to the rest. An API refuses features, such as betas and tiers of
+        service; a server in front of it may refuse anything."""
+        if failed.fault == "agent" or failed.source is None:
             return None
+        dialect, body, data = DIALECTS[self.dialect], self.body, self.data
+        optional = dialect.optional_fields(value := json.loads(data))
+        asks_for_features = self.query or optional or any(map(dialect.is_client_header, self.headers))
+        if failed.source == "api" and not asks_for_features:
+            return None
+        if optional:
+            body = parse(data := dump(without(value, *optional)))
         headers = plain_headers(dialect)
         if self.provider.login and (name := CIMultiDict(self.headers).get("User-Agent")):
             headers["User-Agent"] = name
         lost = set(self.headers.items()) - set(headers.items())
-        dropped = (*self.dropped, *sorted(name.lower() for name, _ in lost))
-        return replace(self, headers=headers, query="", dropped=dropped) if lost or self.query else None
+        dropped = (*self.dropped, *sorted(name.lower() for name, _ in lost), *optional)
+        if not (lost or self.query or optional):
+            return None
+        return replace(self, headers=headers, query="", dropped=dropped, body=body, data=data)
 
 
 @dataclass
@@ -249,8 +256,8 @@ class Upstreams:
                     await pause(wait)
 
     async def _ask_plainly(self, plain: Outgoing, record: CallRecord, failed: UpstreamFailed) -> Answer:
-        """Ask once more, without the agent's headers and query: only what is refused then too is the provider's fault.
-        With a login some may be needed, so that only an answer counts."""
+        """Ask once more, without the agent's headers, query and optional fields: only what is refused then too is the
+        provider's fault. With a login some may be needed, so that only an answer counts."""
         try:
             return await self._attempt(plain, record)
         except UpstreamFailed as again:

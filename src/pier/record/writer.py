@@ -288,6 +288,8 @@ class CallRecord:
     """Whether a secret was found in the request."""
     fault: Fault | None = field(default=None, init=False)
     """The reason why the call waits: the fault of the last attempt, until a later one is answered."""
+    is_asked: bool = field(default=False, init=False)
+    """Whether an upstream has the request, and did not refuse it."""
     _held: list[bytes] = field(default_factory=list, init=False)
     """Lines that are written with the next one."""
     _streamed: set[str] = field(default_factory=set, init=False)
@@ -317,6 +319,7 @@ class CallRecord:
 
     def attempt(self, facts: Mapping[str, Any], body: Body | bytes | None) -> None:
         """The request goes to an upstream, with this body (None: as the agent sent it)."""
+        self.is_asked = True
         self.notice("attempt", facts)
         if self.recorder.on:
             lines, pieces, found = self.recorder.pieces(body) if body is not None else ([], None, False)
@@ -325,7 +328,7 @@ class CallRecord:
 
     def failed(self, error: str, wait: float | None, fault: Fault | None = None) -> None:
         """The attempt gave no answer worth passing on; `wait` seconds later there is another one."""
-        self.fault = fault
+        self.fault, self.is_asked = fault, False
         facts = {"error": error, "wait": wait, "fault": fault}
         self.notice("failed", facts)
         self._write("failed", facts)

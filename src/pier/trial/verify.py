@@ -9,10 +9,11 @@ in what the agent left.
     pristine     agent's state   outcome
     reward       no reward       the agent broke its own grading: 0 for each key, with a note
     no reward    no reward       no verdict, the task's fault
-    either       0 or less       that reward, with a note
-    either       above 0         no verdict, a flake: retryable
+    either       below 1         that reward, with a note
+    either       1 or more       no verdict, a flake: retryable
 
-A zero of the second run stands, since an agent could otherwise void it by breaking only the first one.
+What the second run gives stands if another try could give more, since an agent could otherwise have one by breaking
+only the first run.
 
 A fault of the machine, its disk or its network is never the agent's. The pristine run comes between the other two, so
 that an outage would have to come and go twice to look like the agent's doing.
@@ -354,10 +355,10 @@ async def _reach_verdict(tests: _Tests, graded: Graded, directory: Path, record:
 
 
 def _decide(graded: Graded, first: _Run, pristine: _Run, again: _Run) -> None:
-    """Give `graded` the zero of the second run, or those of an agent that broke its grading; else raise the error with
-    its blame."""
+    """Give `graded` the rewards of the second run, or the zeros of an agent that broke its grading; else raise the
+    error with its blame."""
     error, rewards = first.error, again.graded.rewards
-    if rewards is not None and _is_positive(rewards):
+    if rewards is not None and _is_full(rewards):
         raise VerifierError(
             f"the tests gave no reward and then {rewards} for the same state; the first time: {error}",
             code="verifier_flaky",
@@ -385,9 +386,9 @@ def _decide(graded: Graded, first: _Run, pristine: _Run, again: _Run) -> None:
     )
 
 
-def _is_positive(rewards: Rewards) -> bool:
-    """Whether rewards are more than a zero: by the key `reward`, where there are others as well."""
-    return rewards.get("reward", max(rewards.values(), default=0)) > 0
+def _is_full(rewards: Rewards) -> bool:
+    """Whether another try could hardly give more: by the key `reward`, where there are others as well."""
+    return rewards.get("reward", min(rewards.values(), default=0)) >= 1
 
 
 def network_faults(first: NetworkUse, pristine: NetworkUse, again: NetworkUse, *, reward: bool) -> str:

@@ -221,7 +221,9 @@ def _judge_program(path: str, name: str, added: bool) -> Suspicion | None:
 
 _OWN = (TESTS, VERIFIER_LOGS)
 _CONFIG_LIMIT = 128 * 1024
-"""A configuration file that is larger is noted without a look into it."""
+_CONFIGS_LIMIT = 2 * 1024 * 1024
+"""A larger configuration file, and each one after this total, is noted without a look into it: parsing
+takes a second for 128 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,13 +296,18 @@ def _steering(kept: Tree, judged: dict[str, Entry], searched: set[str]) -> Itera
     not one of the directories that are `searched`; those of test runners never are."""
     packages = {str(PurePosixPath(path).parent) for path in judged if PurePosixPath(path).name == "__init__.py"}
     packages -= searched
+    left = _CONFIGS_LIMIT
     for path, entry in judged.items():
         if entry.kind == "directory":
             continue
         if (known := is_read_by_itself(path)) is not None:
             yield Note(known[0], known[1], path)
-        elif may_configure(path) and entry.kind == "file" and _configures(kept, entry):
-            yield Note("runner", "it configures a test runner", path)
+        elif may_configure(path) and entry.kind == "file":
+            left -= entry.size
+            if left < 0:
+                yield Note("runner", "it may configure a test runner", path)
+            elif _configures(kept, entry):
+                yield Note("runner", "it configures a test runner", path)
         elif (module := shadowed_module(path)) and (module in _INSTALLED or import_root(path) not in packages):
             yield Note("module", f"Python may import this in place of the module {module}", path)
 

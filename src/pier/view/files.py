@@ -21,7 +21,8 @@ PICTURES = {
 }
 LOG_BYTES = 200_000
 LISTED = 2_000
-JSON_LIMIT, _LINES_LIMIT = 64 << 20, 2_000_000
+JSON_LIMIT, REPORT_LIMIT, _LINES_LIMIT = 64 << 20, 8 << 20, 2_000_000
+"""`REPORT_LIMIT` is for JSON that tests or an agent wrote, which may take thirty times as much memory."""
 _LINES_BEFORE, _LINES_SHOWN, _LONGEST_LINE = 200, 1_000, 20_000
 
 
@@ -73,7 +74,7 @@ def _parsed(text: str | bytes) -> Any:
 
 def read_tests(tree: Tree, folder: str) -> list[dict[str, Any]]:
     """The tests of a CTRF report (common test report format)."""
-    results = (tree.read_object(f"{folder}/ctrf.json", JSON_LIMIT) or {}).get("results")
+    results = (tree.read_object(f"{folder}/ctrf.json", REPORT_LIMIT) or {}).get("results")
     tests = results.get("tests") if isinstance(results, dict) else None
     keys = ("name", "status", "duration", "message", "trace")
     rows = [each for each in tests if isinstance(each, dict)] if isinstance(tests, list) else []

@@ -20,6 +20,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from pier.job.view import TrialView
+from pier.record.reader import RecordingTooLarge
 from pier.trajectory.derive import About, Derivation
 from pier.trajectory.model import Content, Step, text_of
 from pier.trajectory.paged import PagedTrajectory, TrajectoryMap, scan
@@ -29,6 +30,8 @@ from pier.view.index import Index
 _KEPT = 1 << 20
 """A map of a smaller file is made anew each time."""
 _DERIVATIONS = 8
+_RECORDING_LIMIT = 128 << 20
+"""Bytes of a recording and its requests; deriving a trajectory may take thirty times as much memory."""
 LABEL = 90
 
 
@@ -48,6 +51,7 @@ class StepReader:
 
     index: Index
     _derivations: dict[Path, Derivation] = field(default_factory=dict)
+    _too_large: set[Path] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def parts(self, view: TrialView) -> list[TrajectoryPart]:
@@ -70,12 +74,18 @@ class StepReader:
         name = hashlib.sha256(str(recording).encode()).hexdigest()[:16]
         target = self.index.path.parent / f"derived-{name}" / "trajectory.json"
         with self._lock:
+            if recording in self._too_large:
+                return target if target.is_file() else None
             derivation = self._derivations.pop(recording, None)
             try:
                 if derivation is None:
-                    derivation = Derivation(recording, target, About(view.agent, None, view.model, view.name))
+                    about = About(view.agent, None, view.model, view.name)
+                    derivation = Derivation(recording, target, about, _RECORDING_LIMIT)
                 found = derivation.update(durable=False)
-            except (OSError, TreeError, ValueError, KeyError, TypeError):
+            except RecordingTooLarge:
+                self._too_large.add(recording)
+                return target if target.is_file() else None
+            except (OSError, TreeError, ValueError, KeyError, TypeError, RecursionError):
                 return target if target.is_file() else None
             self._derivations[recording] = derivation
             while len(self._derivations) > _DERIVATIONS:

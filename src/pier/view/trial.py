@@ -17,14 +17,24 @@ from pydantic_core import to_jsonable_python
 
 from pier.figures import main_reward
 from pier.job.view import CONFIG, LOCK, RESULT, TRIAL_LOG, TrialView, step_places
-from pier.record.reader import Call, Recording, call_times
+from pier.record.reader import Call, Recording, RecordingTooLarge, call_times
 from pier.record.reader import read as read_recording
 from pier.review.read import critiques_of, read_analysis
 from pier.trajectory.paged import PagedTrajectory
 from pier.tree import Tree, TreeError
 from pier.trial.diff import CHANGES
 from pier.view.cards import diff_files, edits_of, loose_subs, mark_side_calls, step_card, sub_agents
-from pier.view.files import JSON_LIMIT, PICTURES, file_row, files_below, json_lines, read_lines, read_tests, read_text
+from pier.view.files import (
+    JSON_LIMIT,
+    PICTURES,
+    REPORT_LIMIT,
+    file_row,
+    files_below,
+    json_lines,
+    read_lines,
+    read_tests,
+    read_text,
+)
 from pier.view.index import Index
 from pier.view.library import NotFoundError
 from pier.view.notes import read_notes
@@ -32,6 +42,8 @@ from pier.view.steps import StepReader, TrajectoryPart, step_name
 
 PAGE_STEPS, PAGE_BYTES = 50, 3 << 20
 _DIFF_BYTES = 2_500_000
+_RECORDING_LIMIT = 512 << 20
+"""Bytes of a recording and its requests whose calls are listed."""
 TAB_NAMES = {
     "steps": "Steps",
     "verifier": "Verifier",
@@ -274,8 +286,8 @@ class TrialPage:
                         "tests": read_tests(tree, folder),
                         "output": read_text(tree, f"{folder}/test-stdout.txt"),
                         "errors": read_text(tree, f"{folder}/test-stderr.txt"),
-                        "details": tree.read_json(f"{folder}/reward.json", JSON_LIMIT)
-                        or tree.read_json(f"{folder}/reward-details.json", JSON_LIMIT),
+                        "details": tree.read_json(f"{folder}/reward.json", REPORT_LIMIT)
+                        or tree.read_json(f"{folder}/reward-details.json", REPORT_LIMIT),
                         "files": [file_row(entry) for entry in entries],
                     }
                 )
@@ -316,7 +328,7 @@ class TrialPage:
         with self.tree() as tree:
             places = self.places(tree)
             files = [file_row(entry) for entry in files_below(tree, places, "artifacts")]
-            manifests = [tree.read_json(f"{prefix}artifacts/manifest.json", JSON_LIMIT) for _, prefix in places]
+            manifests = [tree.read_json(f"{prefix}artifacts/manifest.json", REPORT_LIMIT) for _, prefix in places]
             for each in files:
                 kind = Path(each["path"]).suffix.lower()
                 if kind in PICTURES:
@@ -395,8 +407,8 @@ class TrialPage:
         if part not in paths:
             return {"parts": [], "part": "", "calls": [], "call": None}
         try:
-            recording = read_recording(paths[part])
-        except (OSError, TreeError, ValueError, KeyError, TypeError) as error:
+            recording = read_recording(paths[part], _RECORDING_LIMIT)
+        except (OSError, TreeError, RecordingTooLarge, ValueError, KeyError, TypeError, RecursionError) as error:
             return {"parts": list(paths), "part": part, "calls": [], "call": None, "problem": str(error)}
         wanted = query_number(query.get("call"), 0)
         call = next((each for each in recording.calls if each.number == wanted), None)

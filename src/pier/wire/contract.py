@@ -86,6 +86,16 @@ class AnswerProgress:
     error: Json | None = None
 
 
+_OF_SERVICE = frozenset(
+    {
+        *("service_tier", "serviceTier", "speed", "priority", "prediction", "labels", "metadata", "client_metadata"),
+        *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "cache_salt"),
+    }
+)
+"""Fields that say how a request is served or filed, but for those that say where its data may go (`provider`, `store`,
+`inference_geo`)."""
+
+
 class Dialect:
     """One dialect. Methods that raise `NotImplementedError`, and those that begin with an underscore, are its own."""
 
@@ -284,6 +294,13 @@ class Dialect:
     local_fields: str = ""
     """Names of fields that reach nowhere. All others are taken out of a closed book: providers name their searches as
     they like."""
+
+    def optional_fields(self, body: Mapping[str, Any]) -> list[str]:
+        """The fields of a request without which it still asks for the same: those that say how it is served or filed,
+        and those that the dialect does not know."""
+        known = set(self.local_fields.split()) - _OF_SERVICE
+        return [name for name in body if name not in known]
+
     file_places: tuple[str, ...] = ()
     """Where a request may refer to files."""
     local_tools: re.Pattern[str] = re.compile("function|custom")
