@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -178,17 +179,20 @@ def exec_(
       pier exec -d -- python3 -m http.server 8888
     """
     from pier.cli import workspace_exec
+    from pier.workspace import background
     from pier.workspace.workspace import Workspace
 
     workspace = Workspace.find()
     if list_all:
-        rows = workspace_exec.list_background(workspace)
-        lines = [f"{row['id']:>4}  {row['state']:<12}  {' '.join(row['command'])}" for row in rows]
+        known = background.list_all(workspace)
+        rows = [row.model_dump(mode="json") | {"state": row.state} for row in known]
+        lines = [f"{row.id:>4}  {row.state:<12}  {' '.join(row.command)}" for row in known]
         echo(rows, as_json, lines or ["no commands in the background"])
     elif logs is not None:
-        workspace_exec.print_log(workspace, logs)
+        with (background.find(workspace, logs) / background.LOG).open("rb") as stream:
+            shutil.copyfileobj(stream, sys.stdout.buffer)
     elif stop_id is not None:
-        workspace_exec.stop_background(workspace, stop_id)
+        background.stop(workspace, stop_id)
     elif not command:
         raise click.UsageError("missing COMMAND, such as: pier exec bash")
     elif detach:

@@ -25,8 +25,9 @@ from pier.errors import PierError, SandboxError, StorageError, WorkspaceError
 from pier.files import locked
 from pier.sandbox import remote
 from pier.workspace import state
+from pier.workspace.background import stop_all
 from pier.workspace.client import HELD, LOG, error_payload
-from pier.workspace.commands import Background, run_command
+from pier.workspace.commands import run_command
 from pier.workspace.live import LiveWorkspace, open_live
 from pier.workspace.ports import forward_ports
 from pier.workspace.state import RUNNING, SAVE_FAILURES
@@ -46,7 +47,6 @@ class Supervisor:
 
     workspace: Workspace
     live: LiveWorkspace | None = None
-    background: Background | None = None
     failure: PierError | None = None
     lines: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -89,13 +89,12 @@ class Supervisor:
     async def _hold(self) -> None:
         async with open_live(self.workspace, self._say) as live:
             async with forward_ports(live.sandbox, self.workspace.config.ports):
-                self.background = Background(live)
                 self.live = live
                 self._log("ready")
                 self.ready.set()
                 self._changed.set()
                 await self._wait_for_stop()
-            await self.background.close()
+            await asyncio.to_thread(stop_all, self.workspace)
             if not await self._save(live):
                 self._leave_as_it_is()
         self.live = None
@@ -202,12 +201,8 @@ class Supervisor:
             await self.stopped.wait()
             return {"notes": self.notes}
         live = await self._live()
-        assert self.background is not None
         serve: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
             "exec": partial(run_command, live, request, reader, writer),
-            "detach": partial(self.background.start, request),
-            "background": self.background.list,
-            "end": partial(self.background.stop, str(request.get("id"))),
             "verify": partial(self._verify, live, request, writer),
             "fetch": partial(self._fetch, live, request),
             "save": partial(self._save_to, live, request),
@@ -261,7 +256,7 @@ class Supervisor:
         def show(data: bytes) -> None:
             writer.write(frames.pack(frames.STDOUT, data))
 
-        order = VerifyOrder.of(request)
+        order = VerifyOrder(**{name: value for name, value in request.items() if name != "op"})
         return asdict(await verify(self.workspace, live.services, order, say, live, show))
 
     async def _fetch(self, live: LiveWorkspace, request: dict[str, Any]) -> dict[str, Any]:
