@@ -38,6 +38,8 @@ _NAME = b"pier-workspace"
 _PR_SET_NAME = 15
 _LOOK = 2.0
 """Seconds between two looks at where the workspace's directory is."""
+_PROGRESS = 0.1
+"""Seconds between two looks for lines about the start."""
 _GONE = frozenset({"sandbox_gone", "container_gone", "zygote_gone"})
 
 
@@ -57,7 +59,6 @@ class Supervisor:
     """A client was answered why the start failed."""
     gone: bool = False
     """The workspace's directory was deleted."""
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _root: int = -1
     _stoppers: set[asyncio.StreamWriter] = field(default_factory=set)
     """Clients that wait for the end."""
@@ -76,7 +77,6 @@ class Supervisor:
             self.failure = StorageError(f"the workspace could not be started: {error}")
         finally:
             self.ready.set()
-            self._changed.set()
             self.stopped.set()
             if self.failure is not None:
                 self._log(f"error: {self.failure.explain()}")
@@ -92,7 +92,6 @@ class Supervisor:
                 self.live = live
                 self._log("ready")
                 self.ready.set()
-                self._changed.set()
                 await self._wait_for_stop()
             await asyncio.to_thread(stop_all, self.workspace)
             if not await self._save(live):
@@ -160,8 +159,6 @@ class Supervisor:
     def _say(self, line: str) -> None:
         self.lines.append(line)
         self._log(line)
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     def _log(self, line: str) -> None:
         sys.stderr.write(line.rstrip() + "\n")
@@ -227,12 +224,11 @@ class Supervisor:
         """Report the progress of the start until it is done."""
         sent = 0
         while not self.ready.is_set() or sent < len(self.lines):
-            changed = self._changed
-            while sent < len(self.lines):
-                await remote.send(writer, frames.PROGRESS, self.lines[sent].encode())
+            for line in self.lines[sent:]:
+                await remote.send(writer, frames.PROGRESS, line.encode())
                 sent += 1
-            if not self.ready.is_set():
-                await changed.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.ready.wait(), _PROGRESS)
         await self._live()
         return self._status()
 
