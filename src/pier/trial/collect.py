@@ -433,7 +433,7 @@ def has_state(directory: Path) -> bool:
 
 
 def is_left_out(path: str) -> bool:
-    """Whether a path is no part of a state."""
+    """Whether a path is left out of every state."""
     return any(path == top or path.startswith(f"{top}/") for top in _NOT_STATE)
 
 
