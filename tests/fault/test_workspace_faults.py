@@ -255,7 +255,7 @@ def test_a_full_disk_ends_no_command(tmp_path: Path) -> None:
     from pier.redact import Redactor
     from pier.workspace.commands import CastWriter
 
-    cast = CastWriter(tmp_path / "cast", 24, 80, {}, Redactor())
+    cast = CastWriter(tmp_path / "cast", (24, 80), "", Redactor())
     os.dup2(os.open("/dev/full", os.O_WRONLY), cast._fd)
     cast.output(b"more\n")
     cast.output(b"and more\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,7 @@ from pier.sizes import columns
 
 if TYPE_CHECKING:
     from pier.workspace.client import WorkspacePlace
+    from pier.workspace.starting import StartOrder
     from pier.workspace.workspace import Workspace
 
 _directory = click.Path(file_okay=False, path_type=Path)
@@ -65,11 +67,11 @@ def start(task: str | None, as_json: bool, **options: Any) -> None:
       pier start --image ubuntu:24.04 -d ./ws
       pier start --agent codex             add an agent to this workspace
     """
+    import asyncio
+
     from pier.workspace.starting import start as begin
 
     order = _start_order(task, options)
-    import asyncio
-
     workspace, status = asyncio.run(begin(order, _say))
     if as_json:
         click.echo(json.dumps({"workspace": str(workspace.root), "mode": workspace.config.mode, **status}, indent=2))
@@ -95,31 +97,21 @@ def _print_started(workspace: Workspace, *, new: bool) -> None:
         click.echo("  pier verify")
 
 
-def _start_order(task: str | None, options: dict[str, Any]) -> Any:
+def _start_order(task: str | None, options: dict[str, Any]) -> StartOrder:
+    from pier.job.load import read_env_file
     from pier.workspace.agents import PROGRAMS
     from pier.workspace.starting import StartOrder, parse_mounts
 
-    env = {}
-    if options["env_file"]:
-        from pier.job.load import read_env_file
-
-        env |= read_env_file(options["env_file"])
+    file, mounts, model = (options.pop(name) for name in ("env_file", "mounts_json", "model"))
     return StartOrder(
         task=task,
-        directory=options["directory"],
-        image=options["image"],
-        agents=tuple(PROGRAMS.get(name) or name for name in options["agents"]),
-        model=_absolute_model(options["model"]),
-        host=options["host"],
-        mounted=not options["no_mount"],
-        direct=options["direct"],
-        backend=options["backend"],
-        ports=options["ports"],
-        mounts=parse_mounts(options["mounts_json"]) if options["mounts_json"] else (),
-        env={**env, **_variables(options["env"])},
-        skills=tuple(path.resolve() for path in options["skills"]),
-        force=options["force"],
-        yes=options["yes"],
+        agents=tuple(PROGRAMS.get(name) or name for name in options.pop("agents")),
+        model=_absolute_model(model),
+        mounted=not options.pop("no_mount"),
+        mounts=parse_mounts(mounts) if mounts else (),
+        env={**(read_env_file(file) if file else {}), **_variables(options.pop("env"))},
+        skills=tuple(path.resolve() for path in options.pop("skills")),
+        **options,
     )
 
 
@@ -178,17 +170,20 @@ def exec_(
       pier exec -d -- python3 -m http.server 8888
     """
     from pier.cli import workspace_exec
+    from pier.workspace import background
     from pier.workspace.workspace import Workspace
 
     workspace = Workspace.find()
     if list_all:
-        rows = workspace_exec.list_background(workspace)
-        lines = [f"{row['id']:>4}  {row['state']:<12}  {' '.join(row['command'])}" for row in rows]
+        known = background.list_all(workspace)
+        rows = [row.model_dump(mode="json") | {"state": row.state} for row in known]
+        lines = [f"{row.id:>4}  {row.state:<12}  {' '.join(row.command)}" for row in known]
         echo(rows, as_json, lines or ["no commands in the background"])
     elif logs is not None:
-        workspace_exec.print_log(workspace, logs)
+        with (background.find(workspace, logs) / background.LOG).open("rb") as stream:
+            shutil.copyfileobj(stream, sys.stdout.buffer)
     elif stop_id is not None:
-        workspace_exec.stop_background(workspace, stop_id)
+        background.stop(workspace, stop_id)
     elif not command:
         raise click.UsageError("missing COMMAND, such as: pier exec bash")
     elif detach:
@@ -276,12 +271,11 @@ def stop(directory: Path | None) -> None:
     Its directory stays as it is. What changed elsewhere in the sandbox is kept too. Commands in the background end.
     """
     from pier.errors import WorkspaceError
-    from pier.workspace.client import WorkspacePlace, call
+    from pier.workspace.client import call
 
     workspace = _place(directory)
     try:
-        is_host = not isinstance(workspace, WorkspacePlace) and workspace.is_host
-        answer = call(workspace, {"op": "stop"}) if not is_host else None
+        answer = call(workspace, {"op": "stop"}) if not workspace.is_host else None
     except WorkspaceError as error:
         if error.code != "not-running":
             raise

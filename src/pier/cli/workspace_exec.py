@@ -43,19 +43,19 @@ def run_quickly(words: Sequence[str]) -> int | None:
     return run(place, command)
 
 
-def request(op: str, place: WorkspacePlace | Workspace, command: Sequence[str]) -> dict[str, Any]:
+def _request(place: WorkspacePlace | Workspace, command: Sequence[str]) -> dict[str, Any]:
     """The request to run a command here: in the directory that the user is in, if the workspace has it."""
     below = os.path.relpath(os.path.realpath("."), place.root)
     inside = below != "." and below.split("/")[0] != ".."
     env = {name: os.environ[name] for name in _PASSED if name in os.environ}
-    return {"op": op, "argv": list(command), "cwd": below if inside else "", "env": env}
+    return {"op": "exec", "argv": list(command), "cwd": below if inside else "", "env": env}
 
 
-def run(place: WorkspacePlace | Workspace, command: Sequence[str]) -> int:
-    """Run a command with this process's streams; its exit code."""
+def run(place: WorkspacePlace | Workspace, command: Sequence[str], log: str | None = None) -> int:
+    """Run a command with this process's streams; its exit code. With a `log` its output goes there, without secrets."""
     _open_streams()
     tty = os.isatty(0) and os.isatty(1)
-    asked = request("exec", place, command) | {"tty": tty, "size": terminal_size()}
+    asked = _request(place, command) | {"tty": tty, "size": terminal_size(), "log": log}
     with connect(place) as sock:
         answer = relay(sock, asked, tty=tty)
     for note in answer["notes"]:
@@ -209,58 +209,38 @@ def write(fd: int, data: bytes) -> None:
 def become(workspace: Workspace, command: Sequence[str]) -> int:
     """In host mode the command takes this process's place; the exit code if it cannot."""
     try:
-        os.execvpe(command[0], list(command), {**os.environ, **_host_env(workspace)})
+        os.execvpe(command[0], list(command), {**os.environ, **host_env(workspace)})
     except OSError as error:
         sys.stderr.write(f"pier: cannot run {command[0]}: {error.strerror}\n")
         return 127 if isinstance(error, FileNotFoundError) else 126
 
 
-def _host_env(workspace: Workspace) -> dict[str, str]:
+def host_env(workspace: Workspace) -> dict[str, str]:
+    """The variables of a command in host mode."""
     workspace.check_known()
     return {**workspace.environment(), "TASK_WORKSPACE": str(workspace.root)}
 
 
 def detach(workspace: Workspace, command: Sequence[str]) -> str:
     """Start a command in the background; its id."""
-    from pier.workspace.client import call
+    from pier.workspace import background
 
-    if not workspace.is_host:
-        return call(workspace, request("detach", workspace, command))["id"]
-    from pier.workspace.commands import start_on_host
-
-    return start_on_host(workspace, command, {**os.environ, **_host_env(workspace)})
+    return background.start(workspace, command, {**os.environ, **(host_env(workspace) if workspace.is_host else {})})
 
 
-def list_background(workspace: Workspace) -> list[dict[str, Any]]:
-    """The commands in the background, oldest first."""
-    from pier.workspace.client import call, is_running
-    from pier.workspace.commands import read_background
+def _main(root: str, log: str, *command: str) -> int:
+    """Run a command in the background of the workspace in `root`."""
+    from pathlib import Path
 
-    if not workspace.is_host and is_running(workspace):
-        return call(workspace, {"op": "background"})["commands"]
-    known = read_background(workspace, None if workspace.is_host else frozenset())
-    return [row.model_dump(mode="json") | {"state": row.state} for row in known]
-
-
-def print_log(workspace: Workspace, id: str) -> None:
-    """Print what a command in the background has printed so far."""
-    from pier.workspace.commands import LOG, find_background
+    from pier.cli.main import explain_failure
+    from pier.errors import PierError
+    from pier.workspace.workspace import Workspace
 
     try:
-        with (find_background(workspace, id) / LOG).open("rb") as stream:
-            while chunk := stream.read(_CHUNK):
-                write(1, chunk)
-    except FileNotFoundError:
-        return
+        return run(Workspace.open(Path(root)), command, log)
+    except PierError as error:
+        return explain_failure(error)
 
 
-def stop_background(workspace: Workspace, id: str) -> None:
-    """End a command in the background."""
-    from pier.workspace.client import call
-    from pier.workspace.commands import end_on_host, find_background
-
-    find_background(workspace, id)
-    if workspace.is_host:
-        end_on_host(workspace, id)
-    else:
-        call(workspace, {"op": "end", "id": id})
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))

@@ -67,7 +67,7 @@ async def _verify_here(
     workspace.check_known()
     async with open_services(workspace.config.backend, label=f"verify {workspace.root}") as opened:
         services = replace(opened, environ={**os.environ, **workspace.environment()})
-        return asdict(await verify(workspace, services, VerifyOrder.of(options), _say, on_output=on_output))
+        return asdict(await verify(workspace, services, VerifyOrder(**options), _say, on_output=on_output))
 
 
 def _say(line: str) -> None:

@@ -36,7 +36,7 @@ from pier.frames import (
     pack,
 )
 from pier.home import pier_home
-from pier.sandbox.contract import Process, Sandbox
+from pier.sandbox.contract import Process, Result, Sandbox
 
 INFO = "info.json"
 
@@ -117,13 +117,7 @@ async def _answer(
         on_output=hand_on,
     )
     async with process:
-        if size := request.get("size"):
-            await process.resize(*size)
-        feeding = asyncio.create_task(feed(process, reader, writer))
-        try:
-            result = await process.wait()
-        finally:
-            feeding.cancel()
+        result = await attend(process, reader, writer, request.get("size"))
         await send(writer, EXIT, json.dumps({"exit_code": result.exit_code}).encode())
 
 
@@ -137,39 +131,45 @@ def _parsed(payload: bytes) -> dict[str, Any]:
     return request
 
 
-async def feed(
+async def attend(
     process: Process,
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
+    size: tuple[int, int] | None,
     on_resize: Callable[[int, int], None] | None = None,
-) -> None:
-    """Pass on what a client sends; when it is gone, so is the command. Input that the command does not read yet holds
-    up nothing else."""
+) -> Result:
+    """Pass on what a client sends to its command until that ends; when the client is gone, so is the command. `size` is
+    that of the client's terminal. Input that the command does not read yet holds up nothing else."""
     unread: asyncio.Queue[bytes | None] = asyncio.Queue(WINDOW + 1)
-    typing = asyncio.create_task(_type(process, unread, writer))
-    try:
+
+    async def type_() -> None:
+        while (data := await unread.get()) is not None:
+            await process.write(data)
+            writer.write(pack(TAKEN))
+        await process.close_stdin()
+
+    async def feed() -> None:
         while (frame := await receive(reader)) is not None:
             kind, payload = frame
             if kind in (STDIN, STDIN_END):
                 await unread.put(payload if kind == STDIN else None)
+            elif kind == SIGNAL and len(payload) == 1:
+                await process.signal(payload[0])
             elif kind == RESIZE and len(payload) == 4:
                 rows, columns = struct.unpack("!HH", payload)
                 await process.resize(rows, columns)
                 if on_resize is not None:
                     on_resize(rows, columns)
-            elif kind == SIGNAL and len(payload) == 1:
-                await process.signal(payload[0])
         await process.kill()
+
+    if size is not None:
+        await process.resize(*size)
+    tasks = [asyncio.create_task(work()) for work in (type_, feed)]
+    try:
+        return await process.wait()
     finally:
-        typing.cancel()
-
-
-async def _type(process: Process, unread: asyncio.Queue[bytes | None], writer: asyncio.StreamWriter) -> None:
-    """Write a client's input to a command, and acknowledge what was taken."""
-    while (data := await unread.get()) is not None:
-        await process.write(data)
-        writer.write(pack(TAKEN))
-    await process.close_stdin()
+        for task in tasks:
+            task.cancel()
 
 
 def list_running() -> list[Running]:

@@ -383,7 +383,7 @@ async def keep_state(sandbox: Sandbox, directory: Path) -> None:
     changes = await sandbox.changes()
     if changes is None:
         raise SandboxError("this backend cannot list what changed, so no state is kept", retryable=False)
-    kept = [change.path for change in changes if change.kind != "removed" and not _is_left_out(change.path)]
+    kept = [change.path for change in changes if change.kind != "removed" and not is_left_out(change.path)]
     directory.mkdir(parents=True)
     complaints = bytearray()
     (directory / _FILES).touch(0o600, exist_ok=False)  # it is exact, so it may hold secrets
@@ -414,7 +414,7 @@ async def keep_state(sandbox: Sandbox, directory: Path) -> None:
 async def restore_state(sandbox: Sandbox, directory: Path) -> None:
     """Bring a kept state into a sandbox of the same image."""
     for change in await sandbox.changes() or ():
-        if change.kind == "added" and not _is_left_out(change.path):
+        if change.kind == "added" and not is_left_out(change.path):
             await sandbox.remove(change.path)
     for path in json.loads((directory / _REMOVED).read_text()):
         await sandbox.remove(path)
@@ -432,7 +432,8 @@ def has_state(directory: Path) -> bool:
     return (directory / _REMOVED).is_file()
 
 
-def _is_left_out(path: str) -> bool:
+def is_left_out(path: str) -> bool:
+    """Whether a path is left out of every state."""
     return any(path == top or path.startswith(f"{top}/") for top in _NOT_STATE)
 
 

@@ -79,7 +79,7 @@ async def run_trial(
 ) -> TrialResult:
     """Run one trial; `on_progress` receives updates on long work for it, such as the build of its image. Failures are
     in the result; what is raised is a cancellation, or that the trial's own directory cannot be used."""
-    return await _Trial(spec, services, on_phase, on_progress).run()
+    return await TrialRun(spec, services, on_phase, on_progress).run()
 
 
 def trial_secrets(spec: TrialSpec, environ: Mapping[str, str]) -> Iterable[str]:
@@ -97,7 +97,10 @@ def trial_secrets(spec: TrialSpec, environ: Mapping[str, str]) -> Iterable[str]:
     yield from secrets_in_text(spec.task.origin.git_url or "")
 
 
-class _Trial:
+class TrialRun:
+    """Runs one trial. What is graded, and how it came to be, is up to `work`; around it the trial's directory is made,
+    failures are captured, and the result is sealed."""
+
     def __init__(
         self, spec: TrialSpec, services: TrialServices, on_phase: OnPhase | None, on_progress: OnProgress | None
     ) -> None:
@@ -131,7 +134,7 @@ class _Trial:
                 self.record.write_config(self.config)
                 self.record.write_lock(trial_lock(self.spec, self.config))
             with captured() as failure:
-                await self._run()
+                await self.work()
             if failure.error is not None:
                 self.result.exception_info = exception_info(failure.error, self.clock.current, self.redactor)
                 self.record.log(f"error: {failure.error}")
@@ -144,7 +147,8 @@ class _Trial:
         finally:
             self.record.close()
 
-    async def _run(self) -> None:
+    async def work(self) -> None:
+        """Start the task's sandbox and run each step in it; `outcomes` gets what came of them."""
         spec = self.spec
         with self.clock.phase("prepare"):
             agent = make_agent(spec.agent)

@@ -21,12 +21,13 @@ from urllib.parse import quote
 from pier.errors import UsageError
 from pier.files import write, write_json
 from pier.redact import REDACTED, Redactor
-from pier.secret import FORMS, is_never_secret, looks_random, secret_values, secrets_in_text
+from pier.secret import is_never_secret, looks_random, secret_values, secrets_in_text
 from pier.tree import Tree
 from pier.view.index import Index, TrialListFilter
 from pier.view.library import Library, NotFoundError
 from pier.view.pages import Page, Pages
 from pier.view.render import STATIC, Links, render
+from pier.workspace.traces import Scrubbing
 
 LIMIT = 60_000
 """How many characters of one text an export has."""
@@ -35,7 +36,6 @@ SMALL = 40
 _CAST_LIMIT = 8 << 20
 _SCRIPTS = ("page.js", "steps.js", "notes.js", "live.js", "keys.js", "view.js")
 _VIEWS = ("grid", "trials", "charts", "reviews", "config", "log")
-_PATTERNS = {kind: re.compile(pattern, re.DOTALL) for kind, pattern in FORMS.items()}
 _SAFE = re.compile(r"[A-Za-z0-9._+=@-]{1,120}")
 
 
@@ -48,15 +48,17 @@ class Cleaner:
     removed: Counter[tuple[str, str]] = field(default_factory=Counter)
     before: int = 0
     """How many places were redacted already when the trial was recorded."""
-    _redactor: Redactor = field(init=False)
-    _page: str = ""
+    _scrub: Scrubbing = field(init=False)
 
     def __post_init__(self) -> None:
-        self._redactor = Redactor(secret_values(self.environ, self.environ))
+        self._scrub = Scrubbing(Redactor(secret_values(self.environ, self.environ)), "variable of this machine")
 
     def page(self, path: str, data: dict[str, Any]) -> dict[str, Any]:
-        self._page = path
-        return self._value(data)
+        cleaned = self._value(data)
+        for kind, count in self._scrub.found.items():
+            self.removed[path, kind] += count
+        self._scrub.found.clear()
+        return cleaned
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -71,22 +73,14 @@ class Cleaner:
         if len(text) < 8:
             return text
         self.before += text.count(REDACTED)
-        for start, end in reversed(self._redactor.spans(text)):
-            text = self._cut(text, start, end, "variable of this machine")
-        for kind, pattern in _PATTERNS.items():
-            for found in reversed(list(pattern.finditer(text))):
-                text = self._cut(text, *found.span(), kind)
+        text = self._scrub(text.encode(errors="surrogatepass")).decode(errors="surrogatepass")
         for secret in {each for each in secrets_in_text(text) if not is_never_secret(each) and looks_random(each)}:
-            self.removed[self._page, "credential in text"] += text.count(secret)
+            self._scrub.found["credential in text"] += text.count(secret)
             text = text.replace(secret, REDACTED)
         if len(self.home) > 5 and self.home in text:
-            self.removed[self._page, "home directory"] += text.count(self.home)
+            self._scrub.found["home directory"] += text.count(self.home)
             text = text.replace(self.home, "~")
         return text
-
-    def _cut(self, text: str, start: int, end: int, kind: str) -> str:
-        self.removed[self._page, kind] += 1
-        return text[:start] + REDACTED + text[end:]
 
     def report(self) -> dict[str, Any]:
         totals: Counter[str] = Counter()

@@ -89,27 +89,9 @@ def environment() -> Environment:
         lstrip_blocks=True,
         auto_reload=False,
     )
-    made.filters |= {
-        "number": number,
-        "short": short,
-        "money": money,
-        "seconds": seconds,
-        "percent": percent,
-        "reward": reward,
-        "when": when,
-        "clock": clock,
-        "size": lambda value: size_text(value) if value is not None else "–",
-        "visible": text.visible,
-        "plain": text.plain,
-        "terminal": text.terminal,
-        "markdown": text.markdown,
-        "code": text.code,
-        "json_code": text.json_code,
-        "diff": text.diff,
-        "marked": _marked,
-        "heat": heat,
-        "pretty": _pretty,
-    }
+    numbers = (number, short, money, seconds, percent, reward, when, clock, heat, size)
+    texts = (text.visible, text.plain, text.terminal, text.markdown, text.code, text.json_code, text.diff)
+    made.filters |= {each.__name__: each for each in (*numbers, *texts, marked, pretty)}
     made.globals |= {
         "edit": text.edit,
         "BLAMES": BLAMES,
@@ -160,6 +142,10 @@ def seconds(value: float | None) -> str:
     return f"{hours} h {minutes:02} m" if hours else f"{minutes} m {rest:02} s"
 
 
+def size(value: int | None) -> str:
+    return "–" if value is None else size_text(value)
+
+
 def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.0f}%"
 
@@ -194,7 +180,7 @@ def _moment(value: str | float | None) -> datetime | None:
         return None
 
 
-def _pretty(value: str) -> str:
+def pretty(value: str) -> str:
     """JSON with line breaks; other text as it is."""
     if len(value) > _PRETTY_LIMIT:
         return value
@@ -204,7 +190,7 @@ def _pretty(value: str) -> str:
         return value
 
 
-def _marked(value: str) -> Markup:
+def marked(value: str) -> Markup:
     """An excerpt of the full-text search: what was found stands between two private characters."""
     html = str(text.visible(value))
     for code, tag in (("U+E000", "<mark>"), ("U+E001", "</mark>")):

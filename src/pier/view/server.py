@@ -53,20 +53,8 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
     "Cache-Control": "no-store",
 }
-_TEXT_TYPES = (
-    ".txt",
-    ".log",
-    ".json",
-    ".jsonl",
-    ".md",
-    ".py",
-    ".sh",
-    ".toml",
-    ".yaml",
-    ".yml",
-    ".diff",
-    ".patch",
-    ".cast",
+_TEXT_TYPES = frozenset(
+    (".txt", ".log", ".json", ".jsonl", ".md", ".py", ".sh", ".toml", ".yaml", ".yml", ".diff", ".patch", ".cast")
 )
 _CHUNK = 1 << 20
 

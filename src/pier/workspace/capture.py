@@ -58,12 +58,15 @@ class CapturedSession:
     id: str = ""
     source: str = ""
 
-    def add_to(self, result: TrialResult) -> None:
-        """Note in a trial's result who worked, and what that took."""
-        model = ModelInfo(name=self.model) if self.model else None
-        result.agent_info = AgentInfo(name=self.agent, version=self.version, model_info=model)
-        result.agent_result, result.n_agent_steps = self.result, self.result.n_agent_steps
-        result.agent_execution = TimingInfo(started_at=self.started_at, finished_at=self.ended_at)
+    @property
+    def agent_info(self) -> AgentInfo:
+        return AgentInfo(
+            name=self.agent, version=self.version, model_info=ModelInfo(name=self.model) if self.model else None
+        )
+
+    @property
+    def timing(self) -> TimingInfo:
+        return TimingInfo(started_at=self.started_at, finished_at=self.ended_at)
 
 
 def capture_session(
@@ -382,12 +385,14 @@ def _seal(target: Path, found: CapturedSession, workspace: Workspace | None, roo
         task_id=reference,
         task_checksum=digest.removeprefix("sha256:"),
         config=config,
-        agent_info=AgentInfo(name=found.agent),
+        agent_info=found.agent_info,
+        agent_result=found.result,
+        n_agent_steps=found.result.n_agent_steps,
+        agent_execution=found.timing,
         started_at=found.started_at or now,
         finished_at=found.ended_at or now,
         pier=PierInfo(version=__version__, backend="", task_digest=digest),
     )
-    found.add_to(result)
     judge_as_harbor(result)
     record = TrialRecord(target, redactor)
     record.write_config(config)

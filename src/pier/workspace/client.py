@@ -47,6 +47,10 @@ class WorkspacePlace:
         self.state = f"{home_text()}/workspaces/{config['id']}"
 
     @property
+    def is_host(self) -> bool:
+        return self.config["mode"] == "host"
+
+    @property
     def is_linked(self) -> bool:
         """Whether this machine's part belongs to this directory: not after a move, nor in a copy."""
         return linked(self.state) == self.root
@@ -68,7 +72,7 @@ def find_place(start: str = ".") -> WorkspacePlace | None:
         place = _read_place(find_root(start) or "/")
     except OSError:
         return None
-    return place if place is not None and place.config["mode"] == "sandbox" and place.is_linked else None
+    return place if place is not None and not place.is_host and place.is_linked else None
 
 
 def _read_place(root: str) -> WorkspacePlace | None:
@@ -113,9 +117,9 @@ def list_places(on_dropped: Callable[[str], None] | None = None) -> list[Workspa
 
 def status_of(place: WorkspacePlace) -> dict[str, Any]:
     """One row of `pier list`."""
-    config, is_host = place.config, place.config["mode"] == "host"
+    config = place.config
     try:
-        status = call(place, {"op": "status"}, seconds=_STATUS_SECONDS) if not is_host else {}
+        status = call(place, {"op": "status"}, seconds=_STATUS_SECONDS) if not place.is_host else {}
     except Exception:  # noqa: BLE001 - one that cannot be asked does not run
         status = {}
     sandbox = status.get("sandbox")
@@ -123,9 +127,9 @@ def status_of(place: WorkspacePlace) -> dict[str, Any]:
     return {
         "workspace": place.root,
         "sandbox": f"pier-{os.path.basename(place.root)}-{sandbox}" if sandbox else None,
-        "status": "—" if is_host else running,
+        "status": "—" if place.is_host else running,
         "mode": config["mode"],
-        "backend": None if is_host else config.get("backend", "local"),
+        "backend": None if place.is_host else config.get("backend", "local"),
         "task": config.get("task"),
         "image": status.get("image") or config.get("image"),
         "agents": config.get("agents", []),

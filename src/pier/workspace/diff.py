@@ -45,10 +45,7 @@ def keep_seed(workspace: Workspace, source: Path | None = None) -> None:
     (seed / FILES).mkdir(parents=True)
     known: dict[str, str] = {}
     with Tree(source or workspace.root) as tree:
-        for entry in content(tree):
-            mark = _mark(tree, entry)
-            if mark is None:
-                continue
+        for entry, mark in _marked(tree):
             known[entry.path] = mark
             if entry.kind == "file" and entry.size <= _KEPT:
                 write(seed / FILES / _name(entry.path), tree.read(entry.path, _KEPT), durable=False)
@@ -67,10 +64,7 @@ def changes_since_start(workspace: Workspace, source: Path | None = None) -> lis
     found: list[FileChange] = []
     present: set[str] = set()
     with Tree(source or workspace.root) as tree:
-        for entry in content(tree):
-            mark = _mark(tree, entry)
-            if mark is None:
-                continue
+        for entry, mark in _marked(tree):
             present.add(entry.path)
             if mark == known.get(entry.path):
                 continue
@@ -90,6 +84,10 @@ def content(tree: Tree) -> Iterator[Entry]:
             continue
         entries = tree.entries(top.path) if top.kind == "directory" else (top,)
         yield from (entry for entry in entries if entry.kind != "directory")
+
+
+def _marked(tree: Tree) -> Iterator[tuple[Entry, str]]:
+    return ((entry, mark) for entry in content(tree) if (mark := _mark(tree, entry)) is not None)
 
 
 def _mark(tree: Tree, entry: Entry) -> str | None:

@@ -28,10 +28,9 @@ from pier.network.policy import NetworkPolicy
 from pier.sandbox.contract import Sandbox
 from pier.sandbox.tar import pack_entry, unpack
 from pier.tree import Tree
-from pier.trial.collect import has_state, keep_state, restore_state
+from pier.trial.collect import has_state, is_left_out, keep_state, restore_state
 from pier.trial.environment import SandboxStarter
 from pier.trial.plan import SandboxPlan
-from pier.verifier.changes import TESTS, VERIFIER_LOGS
 from pier.workspace.diff import content, keep_seed
 from pier.workspace.workspace import PIER, TASK, Workspace, new_directory
 
@@ -43,7 +42,6 @@ REPLACED = "replaced"
 _COPIED = "copied"
 _INDEX, _CHANGED = "paths.json", "changed.tar"
 _CHUNK = 1 << 20
-_NOT_KEPT = (TESTS, VERIFIER_LOGS)
 SAVE_FAILURES = (SandboxError, StorageError, OSError, TreeError, tarfile.TarError)
 """The errors of saving files of a sandbox."""
 
@@ -231,7 +229,7 @@ async def _keep_paths(sandbox: Sandbox, directory: Path) -> None:
     directory.mkdir(parents=True)
     with tarfile.open(directory / _CHANGED, "w", format=tarfile.PAX_FORMAT) as archive:
         for change in changes:
-            if change.kind != "removed" and not _left_out(change.path):
+            if change.kind != "removed" and not is_left_out(change.path):
                 await _add(archive, sandbox, change.path)
     removed = [change.path for change in changes if change.kind == "removed"]
     write_json(directory / _INDEX, removed, durable=False)
@@ -251,10 +249,6 @@ async def _add(archive: tarfile.TarFile, sandbox: Sandbox, path: str) -> None:
                 if entry.name == ".":
                     entry.name, entry.pax_headers = path.lstrip("/"), {}
                     archive.addfile(entry, one.extractfile(entry) if entry.isfile() else None)
-
-
-def _left_out(path: str) -> bool:
-    return any(path == top or path.startswith(f"{top}/") for top in _NOT_KEPT)
 
 
 async def _chunks(path: Path) -> AsyncIterator[bytes]:

@@ -25,8 +25,9 @@ from pier.errors import PierError, SandboxError, StorageError, WorkspaceError
 from pier.files import locked
 from pier.sandbox import remote
 from pier.workspace import state
+from pier.workspace.background import stop_all
 from pier.workspace.client import HELD, LOG, error_payload
-from pier.workspace.commands import Background, run_command
+from pier.workspace.commands import run_command
 from pier.workspace.live import LiveWorkspace, open_live
 from pier.workspace.ports import forward_ports
 from pier.workspace.state import RUNNING, SAVE_FAILURES
@@ -37,6 +38,8 @@ _NAME = b"pier-workspace"
 _PR_SET_NAME = 15
 _LOOK = 2.0
 """Seconds between two looks at where the workspace's directory is."""
+_PROGRESS = 0.1
+"""Seconds between two looks for lines about the start."""
 _GONE = frozenset({"sandbox_gone", "container_gone", "zygote_gone"})
 
 
@@ -46,7 +49,6 @@ class Supervisor:
 
     workspace: Workspace
     live: LiveWorkspace | None = None
-    background: Background | None = None
     failure: PierError | None = None
     lines: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -57,7 +59,6 @@ class Supervisor:
     """A client was answered why the start failed."""
     gone: bool = False
     """The workspace's directory was deleted."""
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _root: int = -1
     _stoppers: set[asyncio.StreamWriter] = field(default_factory=set)
     """Clients that wait for the end."""
@@ -76,7 +77,6 @@ class Supervisor:
             self.failure = StorageError(f"the workspace could not be started: {error}")
         finally:
             self.ready.set()
-            self._changed.set()
             self.stopped.set()
             if self.failure is not None:
                 self._log(f"error: {self.failure.explain()}")
@@ -89,13 +89,11 @@ class Supervisor:
     async def _hold(self) -> None:
         async with open_live(self.workspace, self._say) as live:
             async with forward_ports(live.sandbox, self.workspace.config.ports):
-                self.background = Background(live)
                 self.live = live
                 self._log("ready")
                 self.ready.set()
-                self._changed.set()
                 await self._wait_for_stop()
-            await self.background.close()
+            await asyncio.to_thread(stop_all, self.workspace)
             if not await self._save(live):
                 self._leave_as_it_is()
         self.live = None
@@ -161,8 +159,6 @@ class Supervisor:
     def _say(self, line: str) -> None:
         self.lines.append(line)
         self._log(line)
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     def _log(self, line: str) -> None:
         sys.stderr.write(line.rstrip() + "\n")
@@ -202,12 +198,8 @@ class Supervisor:
             await self.stopped.wait()
             return {"notes": self.notes}
         live = await self._live()
-        assert self.background is not None
         serve: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
             "exec": partial(run_command, live, request, reader, writer),
-            "detach": partial(self.background.start, request),
-            "background": self.background.list,
-            "end": partial(self.background.stop, str(request.get("id"))),
             "verify": partial(self._verify, live, request, writer),
             "fetch": partial(self._fetch, live, request),
             "save": partial(self._save_to, live, request),
@@ -232,12 +224,11 @@ class Supervisor:
         """Report the progress of the start until it is done."""
         sent = 0
         while not self.ready.is_set() or sent < len(self.lines):
-            changed = self._changed
-            while sent < len(self.lines):
-                await remote.send(writer, frames.PROGRESS, self.lines[sent].encode())
+            for line in self.lines[sent:]:
+                await remote.send(writer, frames.PROGRESS, line.encode())
                 sent += 1
-            if not self.ready.is_set():
-                await changed.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.ready.wait(), _PROGRESS)
         await self._live()
         return self._status()
 
@@ -261,7 +252,7 @@ class Supervisor:
         def show(data: bytes) -> None:
             writer.write(frames.pack(frames.STDOUT, data))
 
-        order = VerifyOrder.of(request)
+        order = VerifyOrder(**{name: value for name, value in request.items() if name != "op"})
         return asdict(await verify(self.workspace, live.services, order, say, live, show))
 
     async def _fetch(self, live: LiveWorkspace, request: dict[str, Any]) -> dict[str, Any]:

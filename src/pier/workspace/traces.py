@@ -38,10 +38,11 @@ _FORMS = {kind: re.compile(form.encode(), re.DOTALL) for kind, form in FORMS.ite
 
 
 class Scrubbing:
-    """Cleans one file after another and counts what it removed, by kind."""
+    """Removes secrets from files and texts and counts them in `found`, by kind. `named` is the kind of those that the
+    redactor knows."""
 
-    def __init__(self, redactor: Redactor) -> None:
-        self._redactor = redactor
+    def __init__(self, redactor: Redactor, named: str = "value of a secret variable") -> None:
+        self._redactor, self._named = redactor, named
         self.found: Counter[str] = Counter()
 
     def __call__(self, data: bytes) -> bytes:
@@ -53,7 +54,7 @@ class Scrubbing:
             before = data.count(_MARK)
             data = self._redactor.data(data)
             if more := data.count(_MARK) - before:
-                self.found["value of a secret variable"] += more
+                self.found[self._named] += more
         return data
 
     def parts(self, stream: IO[bytes]) -> Iterator[bytes]:

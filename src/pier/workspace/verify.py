@@ -10,32 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from pier import __version__
 from pier.errors import SandboxError, UsageError, WorkspaceError
 from pier.image.model import Image, OnProgress
 from pier.redact import Redactor
 from pier.sandbox.contract import Change
 from pier.secret import secret_values
 from pier.task import Task
-from pier.trial.environment import TaskSandbox, open_environment, task_secrets
+from pier.trial.environment import TaskSandbox, open_environment
 from pier.trial.images import ImageRequest, TrialImages
 from pier.trial.plan import agent_plan
-from pier.trial.record import Clock, TrialRecord, now, task_reference, trial_config, trial_lock
-from pier.trial.result import (
-    AgentInfo,
-    PierInfo,
-    TrialResult,
-    VerifierResult,
-    captured,
-    exception_info,
-    judge_as_harbor,
-)
+from pier.trial.record import Clock, OutputFile, TrialRecord
+from pier.trial.result import StepResult, VerifierResult, captured
+from pier.trial.run import TrialRun
 from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec
 from pier.trial.verify import grade
 from pier.workspace import state
@@ -43,28 +34,19 @@ from pier.workspace.live import DEFAULT_WORKDIR, LiveWorkspace, in_directory, wo
 from pier.workspace.workspace import PIER, TASK, Workspace, new_directory
 
 STDOUT = "verifier/test-stdout.txt"
-_CHUNK = 1 << 16
-_LOOK = 0.1
-"""Seconds between two looks at the tests' output."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyOrder:
-    """The step to verify, and the session whose trajectory is saved. `session_dir` is a path of this machine."""
+    """The step to verify, and the session whose trajectory is saved. The directories are absolute paths of this
+    machine."""
 
     step: str | None = None
     in_place: bool = False
     agent: str | None = None
     session: str | None = None
-    session_dir: Path | None = None
-    trial_dir: Path | None = None
-
-    @classmethod
-    def of(cls, request: Mapping[str, Any]) -> VerifyOrder:
-        """The order of a request: strings and flags by name."""
-        given: dict[str, Any] = {name: request.get(name) for name in ("step", "agent", "session")}
-        given |= {name: Path(request[name]) for name in ("session_dir", "trial_dir") if request.get(name)}
-        return cls(**given, in_place=bool(request.get("in_place")))
+    session_dir: str | None = None
+    trial_dir: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +78,8 @@ async def verify(
             code="no-task",
         )
     task = workspace_task(workspace, verify=True)
-    index = _step_index(task, order.step)
-    directory = order.trial_dir or new_directory(workspace.trials)
-    environ = services.environ or {}
-    own = [*secret_values(workspace.environment(), environ, given=True), *task_secrets(task, environ)]
-    if live is None:
-        from pier.workspace.capture import known_secrets
-
-        own += known_secrets(environ, workspace)
-    redactor = Redactor(own)
-    verification = _Verification(workspace, services, order, live, task, index, directory, redactor, say)
-    async with _tailing(directory / STDOUT, on_output):
-        return _verdict(directory, await verification.run())
-
-
-def _verdict(directory: Path, result: TrialResult) -> Verification:
+    directory = Path(order.trial_dir) if order.trial_dir else new_directory(workspace.trials)
+    result = await _Verification(workspace, services, order, task, directory, say, live, on_output).run()
     error = result.exception_info
     return Verification(
         str(directory),
@@ -122,37 +91,34 @@ def _verdict(directory: Path, result: TrialResult) -> Verification:
     )
 
 
-@asynccontextmanager
-async def _tailing(path: Path, on_output: Callable[[bytes], None] | None) -> AsyncIterator[None]:
-    """Pass on whole lines that are added to a file, and the rest at the end."""
-    if on_output is None:
-        yield
-        return
-    at = 0
+class _ShownOutput(OutputFile):
+    """A file of output that also shows what it keeps, by whole lines."""
 
-    def read(*, last: bool = False) -> None:
-        nonlocal at
-        with suppress(OSError), path.open("rb") as stream:
-            stream.seek(at)
-            while data := stream.read(_CHUNK):
-                data = data if last else data[: data.rfind(b"\n") + 1]
-                if not data:
-                    return
-                at += len(data)
-                stream.seek(at)
-                on_output(data)
+    def __init__(self, path: Path, redactor: Redactor, show: Callable[[bytes], None]) -> None:
+        super().__init__(path, redactor)
+        self._show, self._line = show, b""
 
-    async def follow() -> None:
-        while True:
-            await asyncio.sleep(_LOOK)
-            read()
+    def _write(self, data: bytes) -> None:
+        super()._write(data)
+        lines, newline, self._line = (self._line + data).rpartition(b"\n")
+        if newline:
+            self._show(lines + newline)
 
-    following = asyncio.create_task(follow())
-    try:
-        yield
-    finally:
-        following.cancel()
-        read(last=True)
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        if self._line:
+            self._show(self._line)
+
+
+class _ShownRecord(TrialRecord):
+    """A record that also passes what the tests print to `show`."""
+
+    show: Callable[[bytes], None] | None = None
+
+    def output(self, path: Path) -> OutputFile:
+        if self.show is None or path != self.directory / STDOUT:
+            return super().output(path)
+        return _ShownOutput(path, self.redactor, self.show)
 
 
 def _step_index(task: Task, name: str | None) -> int:
@@ -165,94 +131,79 @@ def _step_index(task: Task, name: str | None) -> int:
     return names.index(name)
 
 
-@dataclass(slots=True)
-class _Verification:
-    workspace: Workspace
-    services: TrialServices
-    order: VerifyOrder
-    live: LiveWorkspace | None
-    task: Task
-    index: int
-    directory: Path
-    redactor: Redactor
-    say: Callable[[str], None]
+class _Verification(TrialRun):
+    """A trial that grades the workspace in place of running an agent."""
 
-    async def run(self) -> TrialResult:
-        record = TrialRecord(self.directory, self.redactor)
-        record.open()
-        clock = Clock(record)
-        try:
-            spec = self._spec()
-            config = self.redactor.value(trial_config(spec, self.services.environ or {}))
-            record.write_config(config)
-            record.write_lock(trial_lock(spec, config))
-            result = self._new_result(spec, config)
-            with captured() as failure:
-                await self._grade(record, clock, result)
-            if failure.error is not None:
-                result.exception_info = exception_info(failure.error, clock.current, self.redactor)
-                record.write_exception(result.exception_info.exception_traceback)
-                record.log(f"error: {failure.error}")
-            with captured() as failure:
-                await self._add_trajectory(result, record)
-            if failure.error is not None:
-                reason = str(failure.error).replace(str(self.order.session_dir), "--session-dir")
-                record.warn(f"no trajectory is saved: {reason}")
-            self._seal(result, record, clock)
-        finally:
-            record.close()
-        return result
+    def __init__(
+        self,
+        workspace: Workspace,
+        services: TrialServices,
+        order: VerifyOrder,
+        task: Task,
+        directory: Path,
+        say: Callable[[str], None],
+        live: LiveWorkspace | None,
+        show: Callable[[bytes], None] | None,
+    ) -> None:
+        self.workspace, self.order, self.task, self.live = workspace, order, task, live
+        self.index = _step_index(task, order.step)
+        config, environ = workspace.config, services.environ
+        agent = config.agents[0] if config.agents else "nop"
+        if order.agent and (order.session_dir or workspace.session(order.session, order.agent)):
+            agent = order.agent
+        own = [*secret_values(workspace.environment(), environ, given=True)]
+        if live is None:
+            from pier.workspace.capture import known_secrets
 
-    def _spec(self) -> TrialSpec:
-        config = self.workspace.config
-        order = self.order
-        name = config.agents[0] if config.agents else "nop"
-        if order.agent and (order.session_dir or self.workspace.session(order.session, order.agent)):
-            name = order.agent
+            own += known_secrets(environ, workspace)
+        step = replace(
+            task, steps=(task.steps[self.index],), config=task.config.model_copy(update={"steps": None})
+        )  # the result is that of one step
         choice = SandboxChoice(backend=config.backend, image=config.image)
-        return TrialSpec(
-            self.directory.name, self.task, self.directory, AgentChoice(name, config.model), sandbox=choice
+        spec = TrialSpec(
+            directory.name, step, directory, AgentChoice(agent, config.model), sandbox=choice, secrets=tuple(own)
         )
+        super().__init__(spec, services, None, say)
+        self.record = _ShownRecord(directory, self.redactor)
+        self.record.show = show
+        self.clock = Clock(self.record)
 
-    def _new_result(self, spec: TrialSpec, config: dict[str, object]) -> TrialResult:
-        return TrialResult(
-            task_name=self.task.name,
-            trial_name=spec.name,
-            trial_uri=self.directory.resolve().as_uri(),
-            task_id=self.redactor.value(task_reference(self.task.origin)),
-            source=self.task.origin.source,
-            task_checksum=self.task.digest.removeprefix("sha256:"),
-            config=config,
-            agent_info=AgentInfo(name=spec.agent.name),
-            environment_type=self.services.backend.name,
-            started_at=now(),
-        )
+    async def work(self) -> None:
+        """Grade, and add the trajectory of a session, which never decides the outcome."""
+        outcome = StepResult(step_name="")
+        self.outcomes.append(outcome)
+        with captured() as grading:
+            await self._grade(outcome)
+        with captured() as failure:
+            await self._add_trajectory(outcome)
+        if failure.error is not None:
+            reason = str(failure.error).replace(str(self.order.session_dir), "--session-dir")
+            self.record.warn(f"no trajectory is saved: {reason}")
+        if grading.error is not None:
+            raise grading.error
 
-    async def _grade(self, record: TrialRecord, clock: Clock, result: TrialResult) -> None:
+    async def _grade(self, outcome: StepResult) -> None:
         in_place = self.order.in_place and self.live is not None
-        opened = self._in_place(record) if in_place else self._copy(record, clock)
-        async with opened as environment:
-            with clock.phase("verify") as timing:
-                graded = await grade(environment, self.directory, index=self.index, last=not in_place)
-            result.verifier = timing
-            result.verifier_environment_mode = self.task.steps[self.index].verifier_mode
-            result.integrity = graded.integrity(self.redactor)
+        async with self._in_place() if in_place else self._copy() as environment:
+            with self.clock.phase("verify") as outcome.verifier:
+                graded = await grade(environment, self.spec.directory, index=self.index, last=not in_place)
+            outcome.integrity = graded.integrity(self.redactor)
             if graded.rewards is not None:
-                result.verifier_result = VerifierResult(rewards=dict(graded.rewards))
+                outcome.verifier_result = VerifierResult(rewards=dict(graded.rewards))
             if graded.error is not None:
                 raise graded.error
 
     @asynccontextmanager
-    async def _in_place(self, record: TrialRecord) -> AsyncIterator[TaskSandbox]:
+    async def _in_place(self) -> AsyncIterator[TaskSandbox]:
         assert self.live is not None
         environment = self.live.environment
         task = in_directory(self.task, environment.workdir)
-        record.image = environment.record.image
-        yield replace(environment, starter=replace(environment.starter, task=task, record=record))
+        self.record.image = environment.record.image
+        yield replace(environment, starter=replace(environment.starter, task=task, record=self.record))
         await self.live.adopt()
 
     @asynccontextmanager
-    async def _copy(self, record: TrialRecord, clock: Clock) -> AsyncIterator[TaskSandbox]:
+    async def _copy(self) -> AsyncIterator[TaskSandbox]:
         """A sandbox that starts as the workspace's did and gets what is in that now."""
         live, task = self.live, self.task
         services, config = self.services, self.workspace.config
@@ -264,11 +215,13 @@ class _Verification:
             request = agent_plan(task, choice, services.environ).image
             services = replace(services, images=_SameImage(services.images, request, image))
         name = f"verify-{config.id}"
-        opened = open_environment(task, services, record, name=name, choice=choice, clock=clock, on_progress=self.say)
+        opened = open_environment(
+            task, services, self.record, name=name, choice=choice, clock=self.clock, on_progress=self.on_progress
+        )
         async with opened as environment:
             environment = _with_directory(environment)
             await environment.begin_step(self.index)
-            with clock.phase("setup"):
+            with self.clock.phase("setup"):
                 if live is not None:
                     await _copy_changes(live, environment)
                 await self._copy_files(environment)
@@ -283,41 +236,25 @@ class _Verification:
         owner = sandbox.spec.image.config.user or None
         await sandbox.upload(self.workspace.root, workdir, leave_out=(PIER, TASK), owner=owner)
 
-    async def _add_trajectory(self, result: TrialResult, record: TrialRecord) -> None:
+    async def _add_trajectory(self, outcome: StepResult) -> None:
         from pier.workspace.capture import capture_session, nothing_found
 
         order, workspace = self.order, self.workspace
         found = await asyncio.to_thread(
             capture_session,
             workspace,
-            self.directory / "agent",
+            self.spec.directory / "agent",
             agent=order.agent,
             session=order.session,
-            session_dir=order.session_dir,
+            session_dir=Path(order.session_dir) if order.session_dir else None,
             redactor=self.redactor,
         )
         if found is not None:
-            found.add_to(result)
+            self.result.agent_info = found.agent_info
+            outcome.agent_result, outcome.agent_execution = found.result, found.timing
         elif order.agent or order.session:
             missing = nothing_found(workspace, workspace.root, order.agent, order.session)
-            record.warn(f"no trajectory is saved: {missing}")
-
-    def _seal(self, result: TrialResult, record: TrialRecord, clock: Clock) -> None:
-        judge_as_harbor(result)
-        result.finished_at = now()
-        image = record.image
-        result.pier = PierInfo(
-            version=__version__,
-            backend=self.services.backend.name,
-            image=image.reference if image else None,
-            image_digest=image.digest if image else None,
-            task_digest=self.task.digest,
-            phases=dict(clock.seconds),
-            warnings=list(record.warnings),
-            network_refused=dict(record.refused.most_common(100)),
-        )
-        record.log(f"rewards {result.rewards}")
-        record.write_result(result)
+            self.record.warn(f"no trajectory is saved: {missing}")
 
 
 def _with_directory(environment: TaskSandbox) -> TaskSandbox:

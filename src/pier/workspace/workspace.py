@@ -118,6 +118,10 @@ class Workspace:
         return self.pier / "trials"
 
     @property
+    def background(self) -> Path:
+        return self.pier / "background"
+
+    @property
     def agent_logs(self) -> Path:
         return self.pier / "agent"
 
