@@ -127,24 +127,27 @@ class ChatMessage(AttributeDict):
         return self.get(name) if name in _OPTIONAL else super().__getattr__(name)
 
 
-class SystemMessage(ChatMessage):
+class _OfRole(ChatMessage):
+    _role = ""
+
     def __init__(self, *given: Any, **fields: Any) -> None:
-        super().__init__(*given, **{"role": "system", **fields})
+        super().__init__(*given, **{"role": self._role, **fields})
 
 
-class UserMessage(ChatMessage):
-    def __init__(self, *given: Any, **fields: Any) -> None:
-        super().__init__(*given, **{"role": "user", **fields})
+class SystemMessage(_OfRole):
+    _role = "system"
 
 
-class AssistantMessage(ChatMessage):
-    def __init__(self, *given: Any, **fields: Any) -> None:
-        super().__init__(*given, **{"role": "assistant", **fields})
+class UserMessage(_OfRole):
+    _role = "user"
 
 
-class ToolMessage(ChatMessage):
-    def __init__(self, *given: Any, **fields: Any) -> None:
-        super().__init__(*given, **{"role": "tool", **fields})
+class AssistantMessage(_OfRole):
+    _role = "assistant"
+
+
+class ToolMessage(_OfRole):
+    _role = "tool"
 
 
 class ToolCall(AttributeDict):
