@@ -2,7 +2,7 @@
 
     python examples/train/train.py
 
-Each step runs a group of rollouts: an agent (`agent.py`) in a sandbox of its own asks the policy three times for a word
+Each step runs a group of rollouts: an agent (`agent.py`) in its sandbox asks the policy three times for a word
 and writes each down; the task's verifier grades the file. The policy is a table of logits: for the turn of the
 conversation, how likely each of its words is. It starts at chance, one right word in ten.
 """

@@ -38,7 +38,7 @@ class PierError(Exception):
 
     def __init__(
         self,
-        message: str,
+        message: str = "",
         *,
         hint: str | None = None,
         code: str | None = None,

@@ -21,8 +21,10 @@ from aiohttp.test_utils import TestServer
 
 import pier.rollout as vf
 from pier.errors import PierError, ProviderError
+from pier.home import pier_home
 from pier.wire.turn import Request, Text, Tokens, Turn, Usage
 
+ROOT = Path(__file__).resolve().parents[2]
 CALL = """
 import json, os, sys, urllib.error, urllib.request
 def call(messages, url=None, key=None, **more):
@@ -379,6 +381,78 @@ async def test_results_are_saved_and_a_run_goes_on(tmp_path: Path) -> None:
     assert len(saved) == 3 and json.loads((place / "metadata.json").read_text())["num_examples"] == 3
     with pytest.raises(PierError, match="model was 'tiny'"):
         await env.evaluate(policy, "other", save_results=True, results_path=place)
+
+
+async def test_what_trainers_ask_of_an_environment(tmp_path: Path) -> None:
+    """A longest sequence, usage in the state, several callbacks, log lines and the trajectory in the rows."""
+    seen, lines = [], list[str]()
+    env = environment(LOOP, home=tmp_path / "agent.py", max_seq_len=4)
+    columns, callbacks = ["trajectory", "usage", "final_env_response"], [lambda *given: seen.append(len(given))] * 2
+    more: dict[str, Any] = {"on_progress": callbacks, "on_log": lines.append, "state_columns": columns}
+    results = await env.evaluate(policy, "tiny", save_results=True, results_path=tmp_path / "out", **more)
+    (row,) = results["outputs"]
+    assert [step["tokens"]["overlong_prompt"] for step in row["trajectory"]] == [False, False, True]
+    assert [step["tokens"]["completion_ids"] for step in row["trajectory"]] == [[101], [103], []]
+    assert row["usage"] == {"input_tokens": 9.0, "output_tokens": 3.0} and row["final_env_response"] is None
+    assert row["is_truncated"] and row["reward"] == 1.0 and row["tool_defs"] == []
+    assert seen == [3, 3] and lines == [f"saving 1 of 1 rollouts to {tmp_path / 'out'}"]
+    with pytest.raises(PierError, match="hub"):
+        await env.evaluate(policy, "tiny", push_to_hf_hub=True)
+
+
+async def test_a_hook_may_say_that_a_prompt_is_too_long(tmp_path: Path) -> None:
+    class Strict(vf.CliAgentEnv):
+        async def normalize_intercepted_messages(self, intercepted_messages: vf.Messages) -> vf.Messages:
+            if len(intercepted_messages) > 1:
+                raise vf.OverlongPromptError("more than one message")
+            return intercepted_messages
+
+    code = "import time\n" + LOOP.replace("said = call", "time.sleep(0.5); said = call")
+    env = environment(code, home=tmp_path / "agent.py", kind=Strict, environment_vars={"TURNS": "50"})
+    (row,) = (await env.evaluate(policy, "tiny"))["outputs"]
+    assert (row["stop_condition"], row["num_turns"], row["is_truncated"]) == ("prompt_too_long", 1, True), row
+    assert row["error"] is None and row["reward"] == 1.0
+
+
+KILLED = """
+import asyncio, sys
+sys.path.insert(0, ".")
+from tests.contract.test_cli_agent_env import ASK_ONCE, environment, policy
+from pathlib import Path
+
+async def some(request):
+    if request.messages[-1].text == "second":
+        print("hanging", flush=True)
+        await asyncio.sleep(600)
+    return await policy(request)
+
+home = Path(sys.argv[1])
+rows = [{"question": "first"}, {"question": "second"}]
+code = "print(call([{'role': 'user', 'content': open(os.environ['HARBOR_INSTRUCTION_PATH']).read()}]))"
+env = environment(code, rows=rows, home=home / "agent.py")
+done = lambda outputs, new, numbers: print("done", flush=True)
+more = {"save_results": True, "results_path": home / "out", "on_progress": done}
+asyncio.run(env.evaluate(some, "tiny", max_concurrent=1, **more))
+"""
+
+
+async def test_a_killed_evaluation_leaves_whole_rows_and_no_sandbox(tmp_path: Path) -> None:
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert trainer.stdout is not None
+    lines = {trainer.stdout.readline().strip(), trainer.stdout.readline().strip()}
+    assert lines == {"done", "hanging"}
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    (saved,) = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
+    assert (saved["example_id"], saved["reward"]) == (0, 1.0)
+    rows = [{"question": "first"}, {"question": "second"}]
+    env = environment(ASK_ONCE, rows=rows, home=tmp_path / "agent.py")
+    results = await env.evaluate(policy, "tiny", save_results=True, results_path=tmp_path / "out")
+    assert [row["reward"] for row in results["outputs"]] == [1.0, 1.0]
+    assert list((pier_home() / "leases").iterdir()) == []  # what the killed one left is swept
 
 
 def test_sync_and_the_command_line(tmp_path: Path, pier_home: Path) -> None:

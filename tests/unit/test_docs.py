@@ -70,3 +70,23 @@ def test_named_tests_exist() -> None:
     assert len(named) > 60
     for file, name in named:
         assert re.search(rf"^(async )?def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{file}::{name}"
+
+
+def test_the_example_is_explained_line_by_line() -> None:
+    """The listings of the guide are the files, whole and in order, and each line with code is in a table's row."""
+    text = (ROOT / "docs/guides/train-on-rollouts.md").read_text()
+    found = re.findall(
+        r"<!-- not run: (\S+), lines (\d+) to (\d+) -->\n```python\n(.*?)```\n\n((?:\|[^\n]*\n)+)", text, re.S
+    )
+    listed: dict[str, set[int]] = {}
+    for name, first, last, code, table in found:
+        lines = (ROOT / name).read_text().splitlines()
+        assert code.splitlines() == lines[int(first) - 1 : int(last)], f"{name}: lines {first} to {last} differ"
+        listed.setdefault(name, set()).update(range(int(first), int(last) + 1))
+        rows = [(int(a), int(b or a)) for a, b in re.findall(r"^\| (\d+)(?:-(\d+))? \|", table, re.M)]
+        explained = {number for a, b in rows for number in range(a, b + 1)}
+        needed = {n for n in range(int(first), int(last) + 1) if lines[n - 1].strip()}
+        assert {n for n in needed - explained if not lines[n - 1].lstrip().startswith(("def ", '"""'))} == set(), name
+    for name in ("examples/train/agent.py", "examples/train/train.py"):
+        lines = (ROOT / name).read_text().splitlines()
+        assert {n for n, line in enumerate(lines, 1) if line.strip()} <= listed[name], name

@@ -15,6 +15,24 @@ else:
     from verifiers.legacy.utils.save_utils import GenerateOutputsBuilder, state_to_output
 
 
+NAMES = """
+    Error ModelError InvalidModelResponseError EmptyModelResponseError OverlongPromptError ToolError ToolParseError
+    ToolCallError InfraError TunnelError SandboxError Messages SystemMessage UserMessage AssistantMessage ToolMessage
+    ToolCall Response TrajectoryStep SamplingArgs Info TokenUsage RolloutTiming TimeSpan TimeSpans RewardFunc
+    ClientConfig
+""".split()
+"""What environments use of the errors and types, which are in no `__all__`."""
+
+
+def public(kind):
+    return [name for name in dir(kind) if not name.startswith("_")]
+
+
+def defaults(kind):
+    given = inspect.signature(kind.__init__).parameters.values()
+    return {each.name: repr(each.default) for each in given if each.default is not each.empty}
+
+
 def plain(completion, answer):
     return float(completion[-1]["content"] == answer)
 
@@ -85,6 +103,9 @@ async def main():
         "pass": [metadata["pass_at_k"], metadata["pass_all_k"], metadata["avg_reward"], metadata["avg_metrics"]],
         "evaluate": list(inspect.signature(vf.Environment.evaluate).parameters),
         "generate": list(inspect.signature(vf.Environment.generate).parameters),
+        "constructor": defaults(vf.CliAgentEnv),
+        "names": sorted(vf.__all__) + [name for name in NAMES if hasattr(vf, name)],
+        **{kind.__name__: public(kind) for kind in (vf.CliAgentEnv, vf.Rubric, vf.Parser, vf.JudgeRubric)},
     }
     json.dump(found, sys.stdout)
 

@@ -28,8 +28,9 @@ from pier.rollout.environment import MultiTurnEnv
 from pier.rollout.rubric import Rubric, cleanup, stop
 from pier.rollout.sandboxes import BackgroundJob, SandboxClient, SandboxMixin, SharedServices, limits_for
 from pier.rollout.state import (
-    AttributeDict,
     Messages,
+    OverlongPromptError,
+    Response,
     SandboxCreationError,
     SandboxNotReadyError,
     SandboxSetupError,
@@ -53,6 +54,15 @@ _REASONS = {
     "max_turns": "max_turns_reached",
     "max_output_tokens": "max_total_completion_tokens_reached",
 }
+
+_NOT_HOOKS = frozenset(
+    {
+        *("get_prompt_messages", "get_model_response", "add_model_response", "env_response", "render_completion"),
+        *("normalize_intercepted_tools", "wait_for_completion", "poll_job_completion", "get_tunnel_url"),
+        *("create_sandbox", "delete_sandbox"),
+    }
+)
+"""Methods of verifiers 0.3.1 whose part the gateway and the backend have here."""
 
 
 @dataclass(slots=True)
@@ -92,6 +102,8 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
     the gateway from outside: it listens on `interception_port` of this machine, and agents are given that URL.
     """
 
+    sandbox_timeout_minutes: int | None = None
+    """Lifetime of the sandbox; `timeout_minutes` unless it is set."""
     grace_seconds = 30.0
     """How long an agent may go on once it was refused a turn."""
     PROTECTED_ENV_VARS = frozenset(
@@ -100,6 +112,14 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
             *("HTTPX_TIMEOUT", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "GOOGLE_GEMINI_BASE_URL", "GEMINI_API_KEY"),
         }
     )
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if absent := sorted(_NOT_HOOKS & set(vars(cls))):
+            raise UsageError(
+                f"{cls.__name__} overrides {absent[0]}, which pier never calls: the gateway answers agents",
+                hint="docs/guides/from-verifiers.md lists the hooks that differ",
+            )
 
     def __init__(
         self,
@@ -316,6 +336,8 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
 
     def compute_sandbox_timeout_minutes(self) -> int:
         """How long the sandbox lives. The default is never less than `timeout_seconds`."""
+        if self.sandbox_timeout_minutes is not None:
+            return self.sandbox_timeout_minutes
         if self.timeout_minutes != _LIFETIME:
             return self.timeout_minutes
         return _LONGEST if self.timeout_seconds is None else max(_LIFETIME, math.ceil(self.timeout_seconds / 60))
@@ -359,7 +381,7 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
         """What is kept of the messages of a call as the prompt of its step."""
         return intercepted_messages
 
-    async def normalize_response(self, response: AttributeDict) -> AttributeDict:
+    async def normalize_response(self, response: Response) -> Response:
         """What is kept of a model's answer."""
         return response
 
@@ -413,12 +435,20 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
                 state["prompt_too_long"] = state["is_truncated"] = True
             if turn.response is None:
                 continue
-            prompt = await self.normalize_intercepted_messages(turn.prompt)
-            response = await self.normalize_response(turn.response)
+            try:
+                prompt = await self.normalize_intercepted_messages(turn.prompt)
+                response = await self.normalize_response(turn.response)
+            except OverlongPromptError:
+                state["prompt_too_long"] = state["is_truncated"] = True
+                continue
             if not state["trajectory"]:
                 state["prompt"] = prompt
             state["timing"].model.spans.append(turn.span)
-            await self.add_trajectory_step(state, turn.step(prompt, response, state["trajectory_id"]))
+            if (usage := turn.response["usage"]) is not None:
+                state["usage"]["input_tokens"] += usage["prompt_tokens"]
+                state["usage"]["output_tokens"] += usage["completion_tokens"]
+            step = turn.step(prompt, response, state["trajectory_id"], self.max_seq_len)
+            await self.add_trajectory_step(state, step)
 
     @cleanup(priority=100)
     async def render_state(self, state: State) -> None:

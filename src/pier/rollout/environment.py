@@ -25,13 +25,22 @@ from pier.errors import PierError, UsageError
 from pier.rollout.client import ModelSource, sources_of
 from pier.rollout.dataset import RolloutDataset, Row, as_dataset, with_prompts
 from pier.rollout.results import Output, Results, ResultsHeader, default_path, output_of
-from pier.rollout.rubric import Rubric, RubricGroup, call_named, marked, stop
-from pier.rollout.state import AttributeDict, RolloutTiming, SandboxNotReadyError, State, TimeSpan, as_messages
+from pier.rollout.rubric import Parser, Rubric, RubricGroup, call_named, marked, stop
+from pier.rollout.state import (
+    RolloutTiming,
+    SandboxNotReadyError,
+    State,
+    TimeSpan,
+    TokenUsage,
+    TrajectoryStep,
+    as_messages,
+)
 
 DatasetSource = Any
 """Rows, a dataset, or a function that gives one."""
 OnState = Callable[[State], None]
 """Called with each rollout once it is scored."""
+OnProgress = Callable[[list[Output], list[Output], dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,7 @@ class RolloutEnvironment(ABC):
         sampling_args: Mapping[str, Any] | None = None,
         env_id: str | None = None,
         env_args: Mapping[str, Any] | None = None,
+        max_seq_len: int | None = None,
         score_rollouts: bool = True,
         pass_threshold: float = 0.5,
         **attributes: Any,
@@ -71,11 +81,12 @@ class RolloutEnvironment(ABC):
         self.logger = logging.getLogger(f"pier.rollout.{type(self).__name__}")
         self.system_prompt = system_prompt
         self.few_shot = few_shot
-        self.parser = parser
+        self.parser = parser or Parser()
         self.rubric = rubric or Rubric()
         self.sampling_args = dict(sampling_args or {})
         self.env_id = env_id or ""
         self.env_args = dict(env_args or {})
+        self.max_seq_len = max_seq_len
         self.score_rollouts = score_rollouts
         self.pass_threshold = pass_threshold
         self._sources = {"train": dataset, "eval": eval_dataset}
@@ -98,6 +109,25 @@ class RolloutEnvironment(ABC):
             self._built[name] = with_prompts(rows, self.system_prompt, self.few_shot)
         return self._built.get(name)
 
+    @property
+    def dataset(self) -> RolloutDataset | None:
+        return self._built.get("train")
+
+    @property
+    def eval_dataset(self) -> RolloutDataset | None:
+        return self._built.get("eval")
+
+    def build_dataset(self) -> RolloutDataset | None:
+        return self._build("train")
+
+    def build_eval_dataset(self) -> RolloutDataset | None:
+        return self._build("eval")
+
+    @property
+    def requires_group_rollouts(self) -> bool:
+        """Whether the rubric compares the rollouts of an example."""
+        return self.rubric.has_group_rewards
+
     def get_dataset(self, n: int = -1, seed: int | None = None) -> RolloutDataset:
         """The rows for training, at most `n` of them; those for evaluation if there are no others."""
         return _part(self._build("train") or self._build("eval"), n, seed)
@@ -112,6 +142,17 @@ class RolloutEnvironment(ABC):
             self.rubric.rubrics.append(rubric)
         else:
             self.rubric = RubricGroup([self.rubric, rubric])
+
+    def set_max_seq_len(self, max_seq_len: int | None) -> None:
+        """Cut the tokens of each step (`step["tokens"]`) to this length; None for no limit."""
+        self.max_seq_len = max_seq_len
+
+    def set_score_rollouts(self, score_rollouts: bool) -> None:
+        self.score_rollouts = score_rollouts
+
+    def get_state_usage(self, state: State) -> TokenUsage | None:
+        """The tokens of all answered calls so far."""
+        return state.get("usage")
 
     def set_kwargs(self, **attributes: Any) -> None:
         """Set attributes, each by its `set_NAME` method if there is one."""
@@ -143,7 +184,9 @@ class RolloutEnvironment(ABC):
             reward=None,
             metrics=None,
             error=None,
-            tool_defs=None,
+            tool_defs=[],
+            final_env_response=None,
+            usage={"input_tokens": 0.0, "output_tokens": 0.0},
             timing=RolloutTiming(),
         )
         return state
@@ -221,12 +264,15 @@ class RolloutEnvironment(ABC):
         results_path: str | Path | None = None,
         state_columns: list[str] | None = None,
         save_results: bool = False,
+        push_to_hf_hub: bool = False,
+        hf_hub_dataset_name: str | None = None,
         independent_scoring: bool = False,
         max_retries: int = 0,
         shuffle: bool = False,
         shuffle_seed: int | None = None,
         on_start: Callable[[list[Row], list[Row]], None] | None = None,
-        on_progress: Callable[[list[Output], list[Output], dict[str, Any]], None] | None = None,
+        on_progress: OnProgress | list[OnProgress] | None = None,
+        on_log: Callable[[str], None] | None = None,
         on_state: OnState | None = None,
     ) -> dict[str, Any]:
         """Roll out rows, which have a `prompt` and an `example_id`; those of one `example_id` are a group.
@@ -234,6 +280,8 @@ class RolloutEnvironment(ABC):
         `max_concurrent` rollouts run at once. With `save_results` rows are written to `results_path` as they come, and
         what is there already is not run again. `on_progress` gets all rows, the new ones and the numbers so far.
         """
+        if push_to_hf_hub or hf_hub_dataset_name:
+            raise UsageError("pier does not push to the Hugging Face hub", hint="save_results=True, then push the file")
         rows = [dict(row) for row in as_dataset(inputs)]
         sampling = {**self.sampling_args, **(sampling_args or {})}
         sources, counts = sources_of(client), Counter(row["example_id"] for row in rows)
@@ -254,6 +302,7 @@ class RolloutEnvironment(ABC):
         left = _left(rows, results.load()) if save_results and results_path and results.can_resume else rows
         if save_results:
             await asyncio.to_thread(results.start)
+            (on_log or self.logger.info)(f"saving {len(left)} of {len(rows)} rollouts to {results.path}")
         if on_start is not None:
             on_start(rows, left)
         plan = RolloutPlan(
@@ -266,13 +315,14 @@ class RolloutEnvironment(ABC):
             columns=tuple(header.state_columns),
             on_state=on_state,
         )
+        notified = on_progress if isinstance(on_progress, list) else [on_progress] if on_progress else []
         async with self.running(), aclosing(self._groups(left, plan, sources)) as groups:
             async for new in groups:
                 results.outputs += new
                 if save_results:
                     await asyncio.to_thread(results.save, new)
-                if on_progress is not None:
-                    on_progress(results.outputs, new, results.metadata())
+                for notify in notified:
+                    notify(results.outputs, new, results.metadata())
         return results.as_dict()
 
     async def _groups(
@@ -438,7 +488,7 @@ class MultiTurnEnv(RolloutEnvironment):
         """Go on until the rollout is over."""
         raise NotImplementedError
 
-    async def add_trajectory_step(self, state: State, trajectory_step: AttributeDict) -> None:
+    async def add_trajectory_step(self, state: State, trajectory_step: TrajectoryStep) -> None:
         """Called with each turn; override to set rewards of steps or `extras`."""
         state["trajectory"].append(trajectory_step)
 

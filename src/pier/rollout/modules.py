@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,18 @@ from pier.errors import UsageError
 from pier.rollout.environment import RolloutEnvironment
 
 ENVIRONMENTS = Path("environments")
+
+
+class MissingKeyError(UsageError, ValueError):
+    """A variable that an environment needs is not set."""
+
+    code = "missing_key"
+
+
+def ensure_keys(keys: list[str]) -> None:
+    """Raise `MissingKeyError` if one of these environment variables is not set."""
+    if missing := [key for key in keys if not os.environ.get(key)]:
+        raise MissingKeyError(f"unset environment variables: {', '.join(missing)}", hint=f"export {missing[0]}=...")
 
 
 def load_environment(env_id: str, **env_args: Any) -> RolloutEnvironment:

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_origin
 
 from pier.errors import UsageError, VerifierError
 from pier.figures import mean
-from pier.rollout.state import State, is_fault
+from pier.rollout.state import Messages, State, is_fault
 
 F = TypeVar("F", bound=Callable[..., Any])
 Mark = Literal["stop", "cleanup", "teardown"]
@@ -71,9 +71,35 @@ async def call_named(func: Callable[..., Any], objects: Mapping[str, Any]) -> An
     return await found if inspect.isawaitable(found) else found
 
 
-RewardFunction = Callable[..., Any]
+RewardFunc = Callable[..., Any]
 _PLURAL = frozenset({"states", "prompts", "completions", "answers", "tasks", "infos"})
 _INPUT = frozenset({"prompt", "answer", "info", "example_id"})
+
+
+class Parser:
+    """Takes the answer out of a completion: the text of the agent's last message, through `extract_fn`."""
+
+    def __init__(self, extract_fn: Callable[[str], Any] = lambda text: text) -> None:
+        self.extract_fn = extract_fn
+
+    def parse(self, text: str) -> Any:
+        return self.extract_fn(text)
+
+    def get_assistant_messages(self, completion: Messages) -> Messages:
+        return [message for message in completion if message["role"] == "assistant"]
+
+    def parse_answer(self, completion: Messages | str) -> Any:
+        """None if the agent's model gave no answer."""
+        if isinstance(completion, str):
+            return self.parse(completion)
+        said = self.get_assistant_messages(completion)
+        return self.parse(_text(said[-1].get("content"))) if said else None
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return " ".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping)).strip()
+    return content or ""
 
 
 class Rubric:
@@ -81,35 +107,35 @@ class Rubric:
 
     def __init__(
         self,
-        *given: RewardFunction | Sequence[RewardFunction],
-        funcs: Sequence[RewardFunction] | None = None,
+        *given: RewardFunc | Sequence[RewardFunc],
+        funcs: Sequence[RewardFunc] | None = None,
         weights: Sequence[float] | None = None,
         parser: Any = None,
     ) -> None:
         self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
-        self.funcs: list[RewardFunction] = []
+        self.funcs: list[RewardFunc] = []
         for each in given:
             self.funcs += [each] if callable(each) else each
         self.funcs += funcs or ()
         self.weights: list[float] = list(weights) if weights else [1.0] * len(self.funcs)
         if len(self.weights) != len(self.funcs):
             raise UsageError(f"{len(self.weights)} weights for {len(self.funcs)} reward functions: expected as many")
-        self.parser = parser
-        self.class_objects: dict[str, Any] = {"parser": parser} if parser is not None else {}
+        self.parser = parser or Parser()
+        self.class_objects: dict[str, Any] = {"parser": self.parser}
 
-    def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
+    def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
         self.funcs.append(func)
         self.weights.append(weight)
 
-    def add_metric(self, func: RewardFunction, weight: float = 0.0) -> None:
+    def add_metric(self, func: RewardFunc, weight: float = 0.0) -> None:
         """A number that is reported and does not count."""
         self.add_reward_func(func, weight)
 
-    def add_class_object(self, name: str, value: Any) -> None:
+    def add_class_object(self, name: str, obj: Any) -> None:
         """Something that reward functions may name."""
-        self.class_objects[name] = value
+        self.class_objects[name] = obj
 
-    def weighted(self) -> list[tuple[RewardFunction, float, dict[str, Any]]]:
+    def weighted(self) -> list[tuple[RewardFunc, float, dict[str, Any]]]:
         """Each function with its weight and the objects that it may name."""
         return [(func, weight, self.class_objects) for func, weight in zip(self.funcs, self.weights, strict=True)]
 
@@ -156,7 +182,7 @@ class Rubric:
                 _add(state, name_of(func), score, weight)
 
     async def _scores(
-        self, func: RewardFunction, states: list[State], objects: Mapping[str, Any]
+        self, func: RewardFunc, states: list[State], objects: Mapping[str, Any]
     ) -> list[tuple[State, float | Exception]]:
         if not states:
             return []
@@ -184,18 +210,18 @@ def _add(state: State, name: str, score: float | Exception, weight: float) -> No
         state["error"], state["reward"] = state.get("error") or error, None
 
 
-async def _score(func: RewardFunction, state: State, objects: Mapping[str, Any]) -> float | Exception:
+async def _score(func: RewardFunc, state: State, objects: Mapping[str, Any]) -> float | Exception:
     try:
         return float(await call_named(func, {**objects_of(state), **objects}))
     except Exception as error:  # noqa: BLE001 - the user's own code; the rollout reports it
         return error
 
 
-def name_of(func: RewardFunction) -> str:
+def name_of(func: RewardFunc) -> str:
     return getattr(func, "__name__", None) or type(func).__name__
 
 
-def is_group(func: RewardFunction) -> bool:
+def is_group(func: RewardFunc) -> bool:
     """Whether a function scores a whole group."""
     signature = inspect.signature(func)
     returned = signature.return_annotation
@@ -233,15 +259,15 @@ class RubricGroup(Rubric):
             raise UsageError("a RubricGroup needs at least one rubric")
         self.rubrics = list(rubrics)
 
-    def weighted(self) -> list[tuple[RewardFunction, float, dict[str, Any]]]:
+    def weighted(self) -> list[tuple[RewardFunc, float, dict[str, Any]]]:
         return [each for rubric in self.rubrics for each in rubric.weighted()]
 
-    def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
+    def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
         self.rubrics[0].add_reward_func(func, weight)
 
-    def add_class_object(self, name: str, value: Any) -> None:
+    def add_class_object(self, name: str, obj: Any) -> None:
         for rubric in self.rubrics:
-            rubric.add_class_object(name, value)
+            rubric.add_class_object(name, obj)
 
     async def cleanup(self, state: State) -> None:
         for rubric in self.rubrics:
@@ -250,3 +276,65 @@ class RubricGroup(Rubric):
     async def teardown(self) -> None:
         for rubric in self.rubrics:
             await rubric.teardown()
+
+
+JUDGE_PROMPT = """Does this response give the expected answer?
+
+Question:
+{question}
+
+Expected answer:
+{answer}
+
+Response:
+{response}
+
+Say "yes" or "no", and nothing else."""
+
+
+class JudgeRubric(Rubric):
+    """A rubric whose functions may name `judge` and ask a model: `"yes" in await judge(prompt, completion, answer)`.
+
+    `judge_client` is an object with `chat.completions.create`, by default OpenAI's. A judge that fails raises, so that
+    the rollout has no reward. Answers are kept in the state (`judge_response`), each question is asked once.
+    """
+
+    def __init__(
+        self,
+        parser: Any = None,
+        judge_client: Any = None,
+        judge_model: str = "gpt-4.1-nano",
+        judge_sampling_args: Mapping[str, Any] | None = None,
+        judge_prompt: str = JUDGE_PROMPT,
+        **rubric: Any,
+    ) -> None:
+        rubric.pop("parallelize_scoring", None)  # rollouts of a group are always judged at once
+        super().__init__(parser=parser, **rubric)
+        self.judge_client = judge_client if judge_client is not None else _openai()
+        self.judge_model, self.judge_prompt = judge_model, judge_prompt
+        self.judge_sampling_args = dict(judge_sampling_args or {})
+        names = ("judge", "judge_client", "judge_model", "judge_prompt", "judge_sampling_args")
+        self.class_objects |= {name: getattr(self, name) for name in names}
+
+    async def judge(self, prompt: Any, completion: Any, answer: Any, state: State | None = None) -> str:
+        question = prompt if isinstance(prompt, str) else _text(prompt[-1].get("content")) if prompt else ""
+        response = self.parser.parse_answer(completion)
+        asked = self.judge_prompt.format(question=question, answer=answer, response=response)
+        known = {} if state is None else state.setdefault("judge_response", {})
+        if asked not in known:
+            messages = [{"role": "user", "content": asked}]
+            sampling = {name: value for name, value in self.judge_sampling_args.items() if value is not None}
+            if "max_tokens" in sampling:
+                sampling["max_completion_tokens"] = sampling.pop("max_tokens")
+            said = self.judge_client.chat.completions.create(model=self.judge_model, messages=messages, **sampling)
+            said = await said if inspect.isawaitable(said) else said
+            known[asked] = str(said.choices[0].message.content)
+        return known[asked]
+
+
+def _openai() -> Any:
+    try:
+        from openai import AsyncOpenAI  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise UsageError("JudgeRubric needs a judge_client", hint="pip install openai, or pass a client") from None
+    return AsyncOpenAI()

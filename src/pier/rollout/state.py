@@ -53,6 +53,47 @@ class SandboxSetupError(SandboxError):
     code = "sandbox_setup"
 
 
+class InvalidModelResponseError(ModelError):
+    """The model's answer cannot be used; hooks raise it."""
+
+    code = "invalid_response"
+
+
+class EmptyModelResponseError(InvalidModelResponseError):
+    """The model's answer is empty; hooks raise it."""
+
+    code = "empty_response"
+
+
+class OverlongPromptError(PierError):
+    """The prompt does not fit; raised by a hook, it ends the rollout as `prompt_too_long`."""
+
+    blame, code = "agent", "prompt_too_long"
+
+
+class ToolError(PierError):
+    """A tool of the agent failed; hooks raise it."""
+
+    blame, code = "agent", "tool"
+
+
+class ToolParseError(ToolError):
+    """A tool call cannot be parsed; hooks raise it."""
+
+    code = "tool_parse"
+
+
+class ToolCallError(ToolError):
+    """A tool call failed; hooks raise it."""
+
+    code = "tool_call"
+
+
+SamplingArgs = dict[str, Any]
+Info = dict[str, Any]
+TokenUsage = dict[str, float]
+
+
 class AttributeDict(dict[str, Any]):
     """A dictionary whose keys are attributes too."""
 
@@ -64,6 +105,16 @@ class AttributeDict(dict[str, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        """A plain copy."""
+        return _plain_copy(self)
+
+
+def _plain_copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain_copy(each) for name, each in value.items()}
+    return [_plain_copy(each) for each in value] if isinstance(value, list) else value
 
 
 _OPTIONAL = frozenset({"content", "reasoning_content", "tool_calls", "tool_call_id", "name"})
@@ -77,7 +128,43 @@ class ChatMessage(AttributeDict):
         return self.get(name) if name in _OPTIONAL else super().__getattr__(name)
 
 
+class _OfRole(ChatMessage):
+    _role = ""
+
+    def __init__(self, *given: Any, **fields: Any) -> None:
+        super().__init__(*given, **{"role": self._role, **fields})
+
+
+class SystemMessage(_OfRole):
+    _role = "system"
+
+
+class UserMessage(_OfRole):
+    _role = "user"
+
+
+class AssistantMessage(_OfRole):
+    _role = "assistant"
+
+
+class ToolMessage(_OfRole):
+    _role = "tool"
+
+
+class ToolCall(AttributeDict):
+    """`id`, `name` and `arguments`, which is JSON text."""
+
+
+class Response(AttributeDict):
+    """A model's answer: `id`, `model`, `usage` and `message`, which has `finish_reason`, `is_truncated`, `tokens`."""
+
+
+class TrajectoryStep(AttributeDict):
+    """One model call: `prompt`, `completion`, `response`, `tokens`, `reward`, `advantage`, `is_truncated`, `extras`."""
+
+
 Messages = list[ChatMessage]
+_BY_ROLE = {"system": SystemMessage, "user": UserMessage, "assistant": AssistantMessage, "tool": ToolMessage}
 
 
 def as_messages(raw: Any) -> Messages:
@@ -93,16 +180,17 @@ def _as_message(raw: Any) -> ChatMessage:
     value = raw if isinstance(raw, Mapping) else getattr(raw, "model_dump", lambda: raw)()
     if not isinstance(value, Mapping) or "role" not in value:
         raise TypeError(f"invalid message {raw!r}: expected an object with a role")
-    message = ChatMessage({name: each for name, each in value.items() if each is not None or name == "content"})
+    known = {name: each for name, each in value.items() if each is not None or name == "content"}
+    message = _BY_ROLE.get(str(known["role"]), ChatMessage)(known)
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_as_call(call) for call in calls]
     return message
 
 
-def _as_call(raw: Any) -> AttributeDict:
+def _as_call(raw: Any) -> ToolCall:
     call = dict(raw) if isinstance(raw, Mapping) else raw.model_dump()
     said = call.get("function") or call.get("custom") or call
-    return AttributeDict(id=call.get("id"), name=said["name"], arguments=said.get("arguments", said.get("input", "")))
+    return ToolCall(id=call.get("id"), name=said["name"], arguments=said.get("arguments", said.get("input", "")))
 
 
 class State(dict[str, Any]):
@@ -185,8 +273,7 @@ class RolloutTiming:
         return {"start_time": self.start_time, **spans, "total": self.total, "overhead": self.overhead}
 
 
-def response_of(node: Node, turn: Turn) -> AttributeDict:
-    """A model's answer: `id`, `model`, `usage` and `message`, which has `finish_reason`, `is_truncated`, `tokens`."""
+def response_of(node: Node, turn: Turn) -> Response:
     message = _as_message(render_assistant(turn.parts, answer=True))
     message["finish_reason"] = {"tool_use": "tool_calls", "length": "length"}.get(turn.stop, "stop")
     message["is_truncated"] = turn.stop in ("length", "context")
@@ -200,7 +287,7 @@ def response_of(node: Node, turn: Turn) -> AttributeDict:
             total_tokens=turn.usage.total_tokens,
         )
     created = int(node.ended or node.at)
-    return AttributeDict(id=turn.id or "", created=created, model=turn.model or "", usage=usage, message=message)
+    return Response(id=turn.id or "", created=created, model=turn.model or "", usage=usage, message=message)
 
 
 def _tokens(turn: Turn) -> AttributeDict | None:
@@ -269,30 +356,42 @@ class RolloutTurn:
 
     node: Node
     prompt: Messages
-    response: AttributeDict | None
+    response: Response | None
     too_long: bool = False
 
     @property
     def span(self) -> TimeSpan:
         return TimeSpan(self.node.at, self.node.ended or self.node.at)
 
-    def step(self, prompt: Messages, response: AttributeDict, trajectory_id: str) -> AttributeDict:
+    def step(
+        self, prompt: Messages, response: Response, trajectory_id: str, max_seq_len: int | None = None
+    ) -> TrajectoryStep:
         """One step of a trajectory. `extras` says which call of the recording it is and in which dialect it came."""
         node, message = self.node, response["message"]
-        tokens, truncated = message.get("tokens"), bool(message.get("is_truncated"))
-        said = ChatMessage({name: value for name, value in message.items() if name not in _OF_RESPONSES})
+        tokens = _within(message["tokens"], max_seq_len) if message.get("tokens") else None
+        said = AssistantMessage({name: value for name, value in message.items() if name not in _OF_RESPONSES})
         weights = node.turn.tokens.weights if node.turn and node.turn.tokens else None
-        return AttributeDict(
+        return TrajectoryStep(
             prompt=prompt,
             completion=[said],
             response=response,
-            tokens={**tokens, "overlong_prompt": False, "is_truncated": truncated} if tokens else None,
+            tokens=tokens,
             reward=None,
             advantage=None,
-            is_truncated=truncated,
+            is_truncated=bool(message.get("is_truncated") or (tokens and tokens["is_truncated"])),
             trajectory_id=trajectory_id,
             extras={"call": node.number, "dialect": node.request.dialect, "weights": weights},
         )
+
+
+def _within(tokens: Mapping[str, Any], most: int | None) -> dict[str, Any]:
+    """The tokens of a step, cut to `max_seq_len`. Training samples are not cut."""
+    length = len(tokens["prompt_ids"])
+    room = None if most is None else max(0, most - length)
+    cut = {name: ids[: most if name.startswith("prompt") else room] for name, ids in tokens.items()}
+    overlong = most is not None and length > most
+    truncated = overlong or (room is not None and len(tokens["completion_ids"]) > room)
+    return {**cut, "overlong_prompt": overlong, "is_truncated": truncated}
 
 
 @dataclass(slots=True)
