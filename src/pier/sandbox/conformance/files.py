@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pier.errors import SandboxError
 from pier.sandbox.conformance.bench import Bench, check, refuses, run
+from pier.sandbox.contract import NewFile
 
 ODD_NAMES = (
     b"with space",
@@ -295,6 +296,19 @@ async def put_tar_owners(bench: Bench) -> None:
     async with bench.sandbox() as sandbox:
         await sandbox.put_tar(chunks(_tar((_entry("file", 0o4755, owner=1234), b"x"))), "/srv/put")
         assert (await run(sandbox, "stat -c '%u:%g %a' /srv/put/file")).text == "1234:1234 4755\n"
+
+
+@check("files and directories are put in place together, after what was there is removed")
+async def put_files(bench: Bench) -> None:
+    files = [NewFile("d", 0o700), NewFile("d/run", 0o755, b"x" * 200_000), NewFile("empty", 0o640, b"")]
+    async with bench.sandbox() as sandbox:
+        await run(sandbox, "mkdir -p /srv/put/old; ln -s /etc /srv/out")
+        await sandbox.put_files(files, "/srv/put", clear=["/srv/put/old"])
+        found = await run(sandbox, "cd /srv/put; ls; stat -c '%a %s' d/run empty; stat -c %a d")
+        assert found.text == "d\nempty\n755 200000\n640 0\n700\n", found.text
+        for path in ("../x", "/srv/x", "out/x"):
+            error = await refuses(sandbox.put_files([NewFile(path, 0o644, b"x")], "/srv"), SandboxError)
+            assert error.code == "unsafe_archive", (path, error.code)
 
 
 @check("an entry that would land outside the target is refused")
