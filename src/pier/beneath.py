@@ -47,7 +47,7 @@ class TreeError(Exception):
 def open_in(root: int, path: str, flags: int, resolve: int, mode: int = 0) -> int:
     """Open `path` from the directory `root` under the given RESOLVE_* limits."""
     how = struct.pack("QQQ", flags | os.O_CLOEXEC, mode, resolve)
-    name = os.fsencode(path) or b"."
+    name = path.encode(errors="surrogateescape") or b"."
     if b"\0" in name:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
     number = errno.EAGAIN if sys.platform == "linux" else errno.ENOSYS

@@ -17,7 +17,7 @@ from pier.errors import PierError, SandboxError
 from pier.image.model import Image
 from pier.lease import Lease
 from pier.sandbox import SandboxSpec
-from pier.sandbox.contract import Sandbox
+from pier.sandbox.contract import NewFile, Sandbox
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.sandbox.local import LocalBackend
 from pier.sandbox.local.box import LocalBox
@@ -38,7 +38,7 @@ JSON = st.recursive(
 )
 METHODS = (
     "exec", "environment", "place", "write_file", "data", "read_file", "upload", "download", "put_packed", "get_tar",
-    "remove", "listen", "mkdir", "stat", "list_dir", "as_user",
+    "put_files", "remove", "listen", "mkdir", "stat", "list_dir", "as_user",
 )  # fmt: skip
 OPERATIONS = ("exec", "copy", "probe", "signal", "kill", "listen", "network", "none of these")
 REQUESTS = ("pack", "unpack", "read", "write", "remove", "mkdir", "list", "stat", "none of these")
@@ -61,6 +61,7 @@ async def _call(sandbox: Sandbox, name: str, one: Any, two: Any, scratch: Path) 
         "upload": lambda: sandbox.upload(Path("/etc/passwd"), one, owner=two),
         "download": lambda: sandbox.download(one, scratch / os.urandom(6).hex(), exclude=two),
         "put_packed": lambda: sandbox.put_packed(one, "/srv", clear=two),
+        "put_files": lambda: sandbox.put_files([NewFile(one, 0o644, two)], "/srv"),
         "get_tar": lambda: _take(sandbox.get_tar(one)),
         "remove": lambda: sandbox.remove(one),
         "mkdir": lambda: sandbox.mkdir(one, mode=two),

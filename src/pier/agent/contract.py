@@ -14,7 +14,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -281,6 +280,8 @@ def check_options(agent: type[Agent], options: Mapping[str, Any]) -> None:
     """Refuse options that the agent does not take, by name."""
     for name in options:
         if name not in agent.options:
+            from difflib import get_close_matches
+
             near = get_close_matches(name, agent.options, n=1)
             known = ", ".join(agent.options) or "none"
             raise UsageError(

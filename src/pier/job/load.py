@@ -11,7 +11,6 @@ alone asks for it.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -167,7 +166,9 @@ def _complaints(error: ValidationError, flags: Mapping[str, str]) -> Iterator[st
         where = flags.get(_key(place), where)
         model, field = _find(place)
         if found["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(str(place[-1]), model.model_fields if model else (), n=1)
+            from difflib import get_close_matches
+
+            near = get_close_matches(str(place[-1]), model.model_fields if model else (), n=1)
             yield f"unknown key {where}" + (f", did you mean {near[0]!r}?" if near else "")
             continue
         said = found["msg"].removeprefix("Value error, ") if found["type"] == "value_error" else None

@@ -14,7 +14,7 @@ import socket
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from pier.errors import UsageError
@@ -291,7 +291,7 @@ class Decision:
     def line(self) -> dict[str, Any]:
         """The decision as it is written down: without what is empty."""
         usual = {"count": 1}
-        rows = asdict(self).items()
+        rows = ((each.name, getattr(self, each.name)) for each in fields(self))
         return {name: value for name, value in rows if value not in ("", 0, usual.get(name)) or name == "allowed"}
 
 

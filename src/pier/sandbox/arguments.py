@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from pier.errors import ArgumentError
 from pier.network.policy import NetworkMode, NetworkPolicy
-from pier.sandbox.contract import SandboxSpec
+from pier.sandbox.contract import NewFile, SandboxSpec
 
 _SHOWN = 80
 _HOSTNAME = 64
@@ -81,6 +81,16 @@ def check_paths(name: str, values: Any) -> None:
     check_texts(name, values)
     for value in values:
         check_path(name, value)
+
+
+def check_files(name: str, values: Any) -> None:
+    if not isinstance(values, (list, tuple)) or not all(isinstance(value, NewFile) for value in values):
+        raise _invalid(name, values, "a sequence of NewFile")
+    for value in values:
+        check_path(name, value.path)
+        check_mode(value.mode)
+        if value.data is not None:
+            check_bytes(name, value.data)
 
 
 def check_host_path(name: str, value: Any) -> None:

@@ -7,7 +7,9 @@ is declared in its `Capabilities`; everything else holds everywhere.
 from __future__ import annotations
 
 import asyncio
+import io
 import socket
+import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -175,6 +177,16 @@ class Finding:
     ok: bool
     detail: str
     fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """What `Sandbox.put_files` makes: a file with `data`, or a directory without; `path` is relative."""
+
+    path: str
+    mode: int
+    data: bytes | None = None
+    mtime: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,6 +410,10 @@ class Sandbox(ABC):
 
     async def put_packed(self, archive: bytes, target: str, *, clear: Sequence[str] = ()) -> None:
         """`put_tar` of an archive that is in memory, after each of the paths `clear` was removed as by `remove`."""
+        from pier.sandbox.arguments import check_bytes, check_paths
+
+        check_bytes("archive", archive)
+        check_paths("clear", clear)
 
         async def once() -> AsyncIterator[bytes]:
             yield archive
@@ -405,6 +421,18 @@ class Sandbox(ABC):
         for path in clear:
             await self.remove(path)
         await self.put_tar(once(), target)
+
+    async def put_files(self, files: Sequence[NewFile], target: str, *, clear: Sequence[str] = ()) -> None:
+        """Make a few small files and directories of root's below the directory `target` (made if missing), after each
+        of the paths `clear` was removed as by `remove`. A directory that is there gets the mode."""
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            for file in files:
+                entry = tarfile.TarInfo(file.path)
+                entry.type = tarfile.DIRTYPE if file.data is None else tarfile.REGTYPE
+                entry.mode, entry.mtime, entry.size = file.mode, file.mtime, len(file.data or b"")
+                archive.addfile(entry, io.BytesIO(file.data or b""))
+        await self.put_packed(buffer.getvalue(), target, clear=clear)
 
     @abstractmethod
     def get_tar(self, source: str) -> AsyncIterator[bytes]:

@@ -218,10 +218,11 @@ def masks(mounts: Sequence[Mount], hidden: Iterable[Path], trees: Sequence[str] 
 
 def refuse_hidden(mounts: Iterable[Mount], hidden: Iterable[Path] = ()) -> None:
     """Refuse to mount what no sandbox may see, apart from a pack."""
-    packs = tuple(f"{_real(path)}/" for path in (packs_home(), own_packs()))
     for mount in mounts:
-        source = _real(mount.source) if mount.source is not None else ""
-        if not source or source.startswith(packs):
+        if mount.source is None:
+            continue
+        source, packs = _real(mount.source), tuple(f"{_real(path)}/" for path in (packs_home(), own_packs()))
+        if source.startswith(packs):
             continue
         for path in _directories(hidden):
             if source == path or source.startswith(f"{path}/"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fnmatch
+import io
 import itertools
 import os
 import stat
@@ -267,18 +268,20 @@ def unpack(
     max_bytes: int | None = None,
     single: str | None = None,
     in_place: bool = False,
+    files: Sequence[tuple[str, int, int, int | None]] | None = None,
 ) -> Unpacked:
     """Unpack a tar stream below the directory `root` and answer what was left out. An archive of one file called `.`
     is refused unless `single` names it.
 
     Without `keep` (the host's side) files belong to the caller, set-id bits are dropped, the caller can always read
     what came and fifos are left out. With it owners and modes are as in the stream, or the owner is `owner`. With
-    `in_place` files and directories that are there are written to and keep their owners, modes and links.
+    `in_place` files and directories that are there are written to and keep their owners, modes and links. `files` says
+    that the stream is no archive but the contents of these: paths, modes, times and sizes, which directories lack.
     """
     unpacker = _Unpacker(root, resolve, owner, keep, max_bytes)
     unpacker.single, unpacker.in_place = single, in_place
     try:
-        with tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER) as archive:
+        with _Listed(stream, files) if files is not None else _open(stream) as archive:
             for count, entry in enumerate(_entries(archive)):
                 if count >= ENTRIES:
                     raise TreeError("too_large", f"the archive has more than {ENTRIES} entries")
@@ -295,6 +298,39 @@ def unpack(
     finally:
         unpacker.close()
     return Unpacked(unpacker.skipped, unpacker.alone)
+
+
+def _open(stream: IO[bytes]) -> tarfile.TarFile:
+    return tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER)
+
+
+class _Listed:
+    """Files that are known, with their contents one after the other, to be read like an archive."""
+
+    def __init__(self, stream: IO[bytes], files: Sequence[tuple[str, int, int, int | None]]) -> None:
+        self._stream = stream
+        self._files = iter(files)
+        self.members: list[tarfile.TarInfo] = []
+
+    def __enter__(self) -> _Listed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def next(self) -> tarfile.TarInfo | None:
+        for path, mode, mtime, size in self._files:
+            entry = tarfile.TarInfo(path)
+            entry.mode, entry.mtime, entry.size = mode, mtime, size or 0
+            entry.type = tarfile.DIRTYPE if size is None else tarfile.REGTYPE
+            return entry
+        return None
+
+    def extractfile(self, entry: tarfile.TarInfo) -> IO[bytes]:
+        data = self._stream.read(entry.size)
+        if len(data) < entry.size:
+            raise EOFError(f"{entry.name} is cut off")
+        return io.BytesIO(data)
 
 
 def _take_padding(stream: IO[bytes]) -> None:
@@ -318,7 +354,7 @@ class _Unpacker:
         self.alone = False
         self.skipped: list[str] = []
 
-    def add(self, archive: tarfile.TarFile, entry: tarfile.TarInfo) -> None:
+    def add(self, archive: tarfile.TarFile | _Listed, entry: tarfile.TarInfo) -> None:
         parts = split(entry.name)
         if not parts and entry.isdir():
             return
@@ -384,7 +420,7 @@ class _Unpacker:
                 os.mkdir(name, 0o700, dir_fd=parent)
         self._directories.append((path, _looks(entry)))
 
-    def _add_file(self, archive: tarfile.TarFile, parent: int, name: str, entry: tarfile.TarInfo) -> None:
+    def _add_file(self, archive: tarfile.TarFile | _Listed, parent: int, name: str, entry: tarfile.TarInfo) -> None:
         if self._left is not None:
             self._left -= entry.size
             if self._left < 0:
@@ -455,7 +491,7 @@ def _set_time(target: int | str, mtime: float, **options: Any) -> None:
         return  # a time that this file system cannot hold
 
 
-def _entries(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+def _entries(archive: tarfile.TarFile | _Listed) -> Iterator[tarfile.TarInfo]:
     while (entry := archive.next()) is not None:
         yield entry
         archive.members = []  # type: ignore[attr-defined] # tarfile's list would grow with the tree

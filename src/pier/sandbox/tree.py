@@ -62,7 +62,9 @@ def serve(request: dict[str, Any], fd: int) -> dict[str, Any]:
     {"op": "pack", "source", "exclude": [], "max_bytes": null}    writes a tar stream; answers what was "skipped". With
                                                             "keep_empty": false an empty directory is no bytes
     {"op": "unpack", "target", "owner": null | [uid, gid], "max_bytes": null}    reads one; answers "skipped". With
-                                                            "clear": [] each of these is first removed, as below
+                                                            "clear": [] each of these is first removed, as below; with
+                                                            "files": [[path, mode, time, size | null]] it reads the
+                                                            content of these, one after the other
     {"op": "read", "source", "max_bytes"}    writes the file's content
     {"op": "write", "target", "mode", "owner": null | [uid, gid]}    reads the file's content
     {"op": "remove", "target"}    removes a file, link or tree
@@ -112,6 +114,7 @@ def _serve_unpack(root: int, fd: int, request: dict[str, Any]) -> list[str]:
     below, _ = make_directory(root, target, _INSIDE, owner)
     limits = NO_MAGICLINKS | (BENEATH if target.strip("/") else IN_ROOT)
     options = {"owner": owner, "max_bytes": request.get("max_bytes"), "in_place": "user" in request}
+    options["files"] = request.get("files")
     try:
         with open(fd, "rb", closefd=False) as stream:
             return unpack(stream, below, resolve=limits, keep=True, **options).skipped

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import io
 import os
 import stat
-import tarfile
 from pathlib import Path
 
-from pier.sandbox.contract import Sandbox
+from pier.sandbox.contract import NewFile, Sandbox
 from pier.tree import open_regular
 
 _FEW, _SMALL = 64, 1 << 17
-"""Files and bytes of a directory that is packed once for all trials of a task."""
+"""Files and bytes of a directory that is read once for all trials of a task."""
 
 
 async def upload_scripts(
@@ -21,9 +19,9 @@ async def upload_scripts(
 ) -> None:
     """Copy the contents of the directory `source` into the directory `target`, as `Sandbox.upload` does. The file
     `program` in it can be executed afterwards, whatever its mode is here."""
-    archive = _pack_few(source, program) if owner is None and sandbox.spec.files_as is None else None
-    if archive is not None:
-        await sandbox.put_packed(archive, target)
+    files = _read_few(source, program) if owner is None and sandbox.spec.files_as is None else None
+    if files is not None:
+        await sandbox.put_files(files, target)
         return
     await sandbox.upload(source.resolve(), target, owner=owner)
     if program is not None and not os.access(source / program, os.X_OK):
@@ -31,8 +29,8 @@ async def upload_scripts(
         await sandbox.write_file(f"{target}/{program}", data, mode=0o755, owner=owner)
 
 
-def _pack_few(source: Path, program: str | None) -> bytes | None:
-    """A directory of a few small files as an archive of root's files; None for any other directory."""
+def _read_few(source: Path, program: str | None) -> tuple[NewFile, ...] | None:
+    """The files of a directory that holds a few small ones; None for any other directory."""
     rows: list[tuple[str, int, int, int, int]] = []
     left = _SMALL
     with os.scandir(source) as entries:
@@ -42,23 +40,18 @@ def _pack_few(source: Path, program: str | None) -> bytes | None:
             if not stat.S_ISREG(status.st_mode) or left < 0 or len(rows) == _FEW:
                 return None
             rows.append((entry.name, status.st_mode, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
-    return _pack(str(source), source.stat().st_mode, program, tuple(sorted(rows)))
+    return _read(str(source), program, tuple(sorted(rows)))
 
 
 @functools.lru_cache(maxsize=64)
-def _pack(source: str, mode: int, program: str | None, rows: tuple[tuple[str, int, int, int, int], ...]) -> bytes:
-    """The archive of files that `rows` describe. A file that changes has another row."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        top = tarfile.TarInfo(".")
-        top.type, top.mode = tarfile.DIRTYPE, stat.S_IMODE(mode)
-        archive.addfile(top)
-        for name, of_file, modified, *_ in rows:
-            with open_regular(Path(source, name)) as stream:
-                data = stream.read()
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode, entry.mtime = len(data), stat.S_IMODE(of_file), modified // 10**9
-            if name == program and not entry.mode & 0o111:
-                entry.mode = 0o755
-            archive.addfile(entry, io.BytesIO(data))
-    return buffer.getvalue()
+def _read(source: str, program: str | None, rows: tuple[tuple[str, int, int, int, int], ...]) -> tuple[NewFile, ...]:
+    """The files that `rows` describe. A file that changes has another row."""
+    files: list[NewFile] = []
+    for name, of_file, modified, *_ in rows:
+        with open_regular(Path(source, name)) as stream:
+            data = stream.read()
+        mode = stat.S_IMODE(of_file)
+        if name == program and not mode & 0o111:
+            mode = 0o755
+        files.append(NewFile(name, mode, data, modified // 10**9))
+    return tuple(files)

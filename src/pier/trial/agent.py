@@ -25,7 +25,6 @@ from pier.agent.oracle import OracleAgent
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import AgentError, JobError, PierError, ProviderError, StorageError, UsageError
 from pier.record import RECORDING
-from pier.record.reader import RecordingTooLarge
 from pier.redact import Redactor
 from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
 from pier.task import Task, TaskStep
@@ -374,6 +373,8 @@ def _judge_recording(recording: Path, judge: Callable[[list[Generation]], R], *,
 
 async def _read_back(read: Callable[..., R], *args: Any, **kwargs: Any) -> R:
     """Call a function that reads a recording: in a thread if that takes little memory, else in a limited process."""
+    from pier.record.reader import RecordingTooLarge
+
     try:
         return await asyncio.to_thread(read, *args, **kwargs, most=_SMALL)
     except RecordingTooLarge:

@@ -69,6 +69,7 @@ SHELL = ("/bin/sh", "-c", 'command -v bash >/dev/null 2>&1 && exec bash -c "$0";
 _PRE_ARTIFACTS = "/tmp/.pier-pre-artifacts.sh"
 _PRE_ARTIFACTS_SECONDS = 300.0
 
+_CONVENTIONAL = Artifact(source=ARTIFACTS)
 Status = Literal["ok", "failed", "empty", "skipped"]
 Look = Callable[[Tree, list[str]], None]
 
@@ -153,7 +154,7 @@ async def collect_artifacts(
     found: list[Collected] = []
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
-    for artifact in (Artifact(source=ARTIFACTS), *artifacts):
+    for artifact in (_CONVENTIONAL, *artifacts):
         place = sandbox.service(artifact.service or MAIN)
         if place is None:
             record.warn(f"artifact {artifact.source}: unknown service {artifact.service!r}")
@@ -170,7 +171,10 @@ async def collect_artifacts(
 
 async def seal_artifacts(directory: Path, record: TrialRecord) -> None:
     """Take secrets out of collected artifacts, when no verifier needs them any more. Idempotent."""
-    if not directory.is_dir() or directory.stat().st_mode & 0o055:
+    try:
+        if directory.stat().st_mode & 0o055:
+            return
+    except FileNotFoundError:
         return
     if record.redactor:
         with Tree(directory) as kept:

@@ -8,7 +8,6 @@ Sizes are bounded, secrets are removed, and what is not text is named.
 from __future__ import annotations
 
 import asyncio
-import difflib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -41,7 +40,9 @@ def unified(path: str, before: str, after: str) -> str:
     old, new = list(StringIO(before)), list(StringIO(after))
     is_short = len(old) + len(new) <= 2 * MOST_LINES or old == new
     if is_short:
-        rows = difflib.unified_diff(old, new, f"a/{path}", f"b/{path}")
+        from difflib import unified_diff
+
+        rows = unified_diff(old, new, f"a/{path}", f"b/{path}")
     else:
         head = (f"--- a/{path}\n", f"+++ b/{path}\n", f"@@ -1,{len(old)} +1,{len(new)} @@\n")
         rows = (*head, *(f"-{line}" for line in old), *(f"+{line}" for line in new))

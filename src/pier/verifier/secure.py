@@ -4,7 +4,6 @@ tests and its verdict, and nothing it prepared for the verifier is left in the p
 from __future__ import annotations
 
 import asyncio
-import functools
 import io
 import tarfile
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from pier.errors import SandboxError, VerifierError
-from pier.sandbox.contract import Change, Isolation, Sandbox
+from pier.sandbox.contract import Change, Isolation, NewFile, Sandbox
 from pier.verifier.changes import LOGS, TESTS, VERIFIER_LOGS, Note, Suspicion, changed_since, judge, limited
 
 Pristine = Callable[[], AbstractAsyncContextManager[Sandbox]]
@@ -29,18 +28,7 @@ most a quarter of that."""
 async def make_folders(sandbox: Sandbox, folders: Mapping[str, int], *, clear: Sequence[str] = ()) -> None:
     """Make directories (absolute paths) with their modes, owned by root. Parents that are missing are made too. What is
     at the paths `clear` is removed first."""
-    await sandbox.put_packed(_pack(tuple(folders.items())), "/", clear=clear)
-
-
-@functools.lru_cache(maxsize=64)
-def _pack(folders: tuple[tuple[str, int], ...]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for path, mode in folders:
-            entry = tarfile.TarInfo(str(PurePosixPath(path).relative_to("/")))
-            entry.type, entry.mode = tarfile.DIRTYPE, mode
-            archive.addfile(entry)
-    return buffer.getvalue()
+    await sandbox.put_files([NewFile(path.strip("/"), mode) for path, mode in folders.items()], "/", clear=clear)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pier.errors import ArgumentError, SandboxError
 from pier.sandbox.conformance.bench import PATIENCE, Bench, check, check_inside, refuses, run
-from pier.sandbox.contract import Process, Sandbox
+from pier.sandbox.contract import NewFile, Process, Sandbox
 
 SURROGATE = "a\ud83d"
 """What a model's JSON gives that was cut inside an emoji."""
@@ -71,6 +71,9 @@ WRONG: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "put_tar(target)": (lambda s, _, x: s.put_tar(_chunks(b""), x), (*NOT_A_STRING, "")),
     "put_packed(archive)": (lambda s, _, x: s.put_packed(x, "/srv"), ("text", None)),
     "put_packed(clear)": (lambda s, _, x: s.put_packed(b"", "/srv", clear=x), ("/srv", [SURROGATE], [""], None)),
+    "put_files(files)": (lambda s, _, x: s.put_files(x, "/srv"), ("text", [7], None)),
+    "put_files(path)": (lambda s, _, x: s.put_files([NewFile(x, 0o644)], "/srv"), (*NOT_A_STRING, "")),
+    "put_files(clear)": (lambda s, _, x: s.put_files([], "/srv", clear=x), ("/srv", [SURROGATE], [""], None)),
     "get_tar(source)": (lambda s, _, x: _drain(s, x), (*NOT_A_STRING, "")),
     "remove(target)": (lambda s, _, x: s.remove(x), (*NOT_A_STRING, "")),
     "set_network(policy)": (lambda s, _, x: s.set_network(x), ("none", None)),

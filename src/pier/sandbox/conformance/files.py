@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pier.errors import SandboxError
 from pier.sandbox.conformance.bench import Bench, check, check_inside, refuses, run
-from pier.sandbox.contract import Sandbox
+from pier.sandbox.contract import NewFile, Sandbox
 
 ODD_NAMES = (
     b"with space",
@@ -287,6 +287,18 @@ async def put_tar(sandbox: Sandbox) -> None:
 async def put_tar_owners(sandbox: Sandbox) -> None:
     await sandbox.put_tar(chunks(_tar((_entry("file", 0o4755, owner=1234), b"x"))), "/srv/put")
     assert (await run(sandbox, "stat -c '%u:%g %a' /srv/put/file")).text == "1234:1234 4755\n"
+
+
+@check_inside("files and directories are put in place together, after what was there is removed")
+async def put_files(sandbox: Sandbox) -> None:
+    files = [NewFile("d", 0o700), NewFile("d/run", 0o755, b"x" * 200_000), NewFile("empty", 0o640, b"")]
+    await run(sandbox, "mkdir -p /srv/put/old; ln -s /etc /srv/out")
+    await sandbox.put_files(files, "/srv/put", clear=["/srv/put/old"])
+    found = await run(sandbox, "cd /srv/put; ls; stat -c '%a %s' d/run empty; stat -c %a d")
+    assert found.text == "d\nempty\n755 200000\n640 0\n700\n", found.text
+    for path in ("../x", "/srv/x", "out/x"):
+        error = await refuses(sandbox.put_files([NewFile(path, 0o644, b"x")], "/srv"), SandboxError)
+        assert error.code == "unsafe_archive", (path, error.code)
 
 
 @check_inside("an entry that would land outside the target is refused")

@@ -250,9 +250,9 @@ class DockerSandbox(LinuxSandbox[ContainerBox]):
         async with self._writing():
             await super().put_tar(*args, **options)
 
-    async def put_packed(self, *args: Any, **options: Any) -> None:
+    async def put_files(self, *args: Any, **options: Any) -> None:
         async with self._writing():
-            await super().put_packed(*args, **options)
+            await super().put_files(*args, **options)
 
     async def spawn_first(
         self,

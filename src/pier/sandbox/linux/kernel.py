@@ -56,7 +56,7 @@ def _check(value: int, what: str) -> int:
 
 
 def _text(value: str) -> bytes:
-    return os.fsencode(value)
+    return value.encode(errors="surrogateescape")
 
 
 def syscall(what: str, number: int, *arguments: int | bytes | None) -> int:

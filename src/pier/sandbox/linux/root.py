@@ -30,8 +30,8 @@ from pier.sandbox.linux.kernel import MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY
 HOST = "/host"
 """Where a zygote's own root has the machine's."""
 
-POINTS = ("m", "d", "x", "e", "b", "b/proc", "b/sys", "b/dev")
-"""Directories of a zygote's root that its clones mount at; `/e` is empty and cannot be written to."""
+POINTS = ("m", "d", "x", "e", "n", "b", "b/proc", "b/sys", "b/dev")
+"""Directories of a zygote's root that its clones mount at; `/e` is empty and cannot be written to, `/n` has devices."""
 
 NO_OVERLAY = "cannot mount overlay"
 """What the error says when layers cannot be put together, mostly because of the file system that is to be on top."""
@@ -77,13 +77,21 @@ def make_skeleton(directory: str, owner: int) -> None:
         os.chown(path, owner, owner)
 
 
+def share_devices() -> None:
+    """Mount the devices that sandboxes have at `/n`, once, in a zygote. The nodes are read-only, not the devices: root
+    inside may have the id that owns the machine's own node."""
+    for name in _DEVICES:
+        os.close(os.open(f"/n/{name}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+        kernel.bind(f"{HOST}/dev/{name}", f"/n/{name}", read_only=True, flags=MS_NOSUID | MS_NOEXEC)
+
+
 def find_masks() -> list[tuple[str, str]]:
     """What is to be hidden of this machine's /proc and /sys, each with what hides it; asked once, in a zygote."""
     found: list[tuple[str, str]] = []
     for name in _MASKED:
         with contextlib.suppress(OSError):
             kind = os.stat(f"{HOST}/{name}").st_mode
-            found.append((name, _EMPTY if stat.S_ISDIR(kind) else f"{HOST}/dev/null"))
+            found.append((name, _EMPTY if stat.S_ISDIR(kind) else "/n/null"))
     return found
 
 
@@ -189,7 +197,7 @@ def _mount_dev(many_ids: bool) -> None:
     kernel.mount("tmpfs", "/b/dev", "tmpfs", MS_NOSUID, "mode=755,size=64k")
     for name in _DEVICES:
         os.close(os.open(f"/b/dev/{name}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
-        _bind_node(f"{HOST}/dev/{name}", f"/b/dev/{name}")
+        kernel.bind(f"/n/{name}", f"/b/dev/{name}")
     os.mkdir("/b/dev/pts", 0o755)
     tty = ",gid=5" if many_ids else ""
     kernel.mount("devpts", "/b/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, f"newinstance,ptmxmode=0666,mode=0620{tty}")
@@ -200,15 +208,10 @@ def _mount_dev(many_ids: bool) -> None:
         os.symlink(target, f"/b/dev/{name}")
 
 
-def _bind_node(source: str, target: str) -> None:
-    """Make the node read-only, not the device: root inside may have the id that owns the machine's own node."""
-    kernel.bind(source, target, read_only=True, flags=MS_NOSUID | MS_NOEXEC)
-
-
 def _seal(masks: list[tuple[str, str]]) -> None:
     """Hide and freeze the parts of /proc and /sys that tell of, or change, the machine."""
     for name, mask in masks:
-        (kernel.bind if mask == _EMPTY else _bind_node)(mask, f"/b/{name}")
+        kernel.bind(mask, f"/b/{name}")
     for name in _READ_ONLY:
         path = f"/b/{name}"
         if os.path.isdir(path):

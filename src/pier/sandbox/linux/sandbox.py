@@ -24,6 +24,7 @@ from pier.sandbox.contract import (
     FileInfo,
     Isolation,
     Listener,
+    NewFile,
     OnOutput,
     ProtocolFactory,
     Result,
@@ -324,13 +325,14 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
             cancellable=True,
         )
 
-    async def put_packed(self, archive: bytes, target: str, *, clear: Sequence[str] = ()) -> None:
-        arguments.check_bytes("archive", archive)
+    async def put_files(self, files: Sequence[NewFile], target: str, *, clear: Sequence[str] = ()) -> None:
+        arguments.check_files("files", files)
         arguments.check_path("target", target)
         arguments.check_paths("clear", clear)
-        places = [self._place(path) for path in clear]
-        request = {"op": "unpack", "target": self._place(target), "owner": None, "clear": places}
-        await copying.put(self.box.channel, request, archive)
+        rows = [(file.path, file.mode, file.mtime, None if file.data is None else len(file.data)) for file in files]
+        request = {"op": "unpack", "target": self._place(target), "owner": None, "files": rows}
+        request["clear"] = [self._place(path) for path in clear]
+        await copying.put(self.box.channel, request, b"".join(file.data or b"" for file in files))
 
     def get_tar(self, source: str) -> AsyncIterator[bytes]:
         arguments.check_path("source", source)

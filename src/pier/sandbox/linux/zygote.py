@@ -24,7 +24,7 @@ from pier.beneath import remove, remove_some
 from pier.sandbox import tree
 from pier.sandbox.linux import attendant, changes, kernel, wire
 from pier.sandbox.linux.pid1 import Spare, Spares, write_maps
-from pier.sandbox.linux.root import HOST, POINTS, find_masks, make_skeleton, make_view
+from pier.sandbox.linux.root import HOST, POINTS, find_masks, make_skeleton, make_view, share_devices
 
 _SAME_IDS = {"uid_map": "0 0 65536\n", "gid_map": "0 0 65536\n"}
 _ROOTS_SECRETS = ("kmsg", "slabinfo", "kpagecount", "kpageflags", "kpagecgroup", "vmallocinfo", "pagetypeinfo")
@@ -67,6 +67,7 @@ class Zygote:
         kernel.pivot_root("/tmp", "/tmp/host")
         os.chdir("/")
         kernel.bind("/e", "/e", read_only=True, flags=kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+        share_devices()
         self.config["masks"] = find_masks()
         if self.config["shifted"]:
             self.shift = self._make_user_namespace()
