@@ -20,7 +20,8 @@ from pier.gateway.request import HttpRequest
 from pier.gateway.upstream import Outgoing
 from pier.record.redact import redacted, redacted_path
 from pier.record.writer import CallRecord, Outcome
-from pier.wire.body import Body, dump, parse
+from pier.wire.body import Body, parse
+from pier.wire.contract import dump
 from pier.wire.dialects import DIALECTS, BadRequest, Dialect, recognise
 from pier.wire.faults import Fault, fault_of
 from pier.wire.headers import HOP_BY_HOP, passed_headers, passed_query

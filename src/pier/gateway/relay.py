@@ -21,8 +21,8 @@ from pier.gateway.policy import PolicyFailed, as_sampled, begin, check_tokens, c
 from pier.gateway.providers import Target
 from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
 from pier.record.redact import Scrubber
-from pier.wire.body import dump, parse
-from pier.wire.contract import compact
+from pier.wire.body import parse
+from pier.wire.contract import compact, dump
 from pier.wire.dialects import BadResponse
 from pier.wire.faults import classify
 from pier.wire.headers import plain_headers

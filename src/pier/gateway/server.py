@@ -26,7 +26,8 @@ from pier.gateway.upstream import Upstreams
 from pier.record.writer import Durable, Flusher
 from pier.redact import Redactor
 from pier.trajectory.lineage import OnGeneration
-from pier.wire.body import Body, Earlier, dump
+from pier.wire.body import Body, Earlier
+from pier.wire.contract import dump
 from pier.wire.dialects import DIALECTS, rollout_in
 from pier.wire.turn import Sampling, is_priced
 

@@ -7,14 +7,13 @@ body of the conversation had already is compared, not read again: a turn costs w
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from json.decoder import WHITESPACE, JSONDecoder, scanstring  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any
 
-from pier.wire.contract import BadRequest
+from pier.wire.contract import BadRequest, dump
 
 ARRAYS = frozenset({"messages", "input", "contents", "tools", "system"})
 """The top-level arrays whose elements come again in the next call."""
@@ -87,14 +86,6 @@ class Body:
             comma = "," if self.fields else ""
             text = text[:at] + dump(added)[1:-1].decode() + comma + text[at:]
         return parse(text.encode(), self.known())
-
-
-def dump(value: Any) -> bytes:
-    """JSON as bytes; also of text with half a character in it, which cut-off tool outputs have."""
-    try:
-        return json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return json.dumps(value).encode()
 
 
 def count_values(raw: bytes, enough: int = MOST_VALUES) -> int:

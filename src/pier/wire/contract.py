@@ -17,6 +17,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from pydantic_core import to_json
+
 from pier.errors import ProviderError, UsageError
 from pier.wire.turn import (
     DialectName,
@@ -409,15 +411,13 @@ def kind_of_status(status: int) -> ErrorKind:
     return STATUS_KINDS.get(status, "server" if status >= 500 else "invalid_request")
 
 
-def dumps(value: Any) -> str:
-    """JSON that can be encoded, also when a text in it was cut in the middle of a character."""
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            return json.dumps(value, separators=(",", ":"))
-    return text
+def dump(value: Any) -> bytes:
+    """Compact JSON, also of text with half a character in it, which cut-off tool outputs have. pydantic's encoder takes
+    a quarter of the time of `json`."""
+    try:
+        return to_json(value)
+    except ValueError:
+        return json.dumps(value, separators=(",", ":")).encode()
 
 
 def fresh_id(prefix: str) -> str:
@@ -597,7 +597,7 @@ def error_text(body: Any) -> str:
         for key in ("message", "detail", "error_description"):
             if isinstance(found.get(key), str) and found[key]:
                 return found[key]
-        return dumps(body)[:2000]
+        return dump(body).decode()[:2000]
     text = body.decode(errors="replace") if isinstance(body, bytes) else str(body or "")
     return text.strip()[:500] or "the provider gave no reason"
 

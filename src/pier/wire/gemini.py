@@ -23,7 +23,7 @@ from pier.wire.contract import (
     Route,
     as_count,
     compact,
-    dumps,
+    dump,
     error_text,
     fresh_id,
     join_results,
@@ -459,7 +459,7 @@ class GeminiRenderer(EventRenderer):
         if self._sse:
             return sse(body)
         lead, self._first = (b"[" if self._first else b",\n"), False
-        return lead + dumps(body).encode()
+        return lead + dump(body)
 
     def _tail(self) -> bytes:
         return b"" if self._sse else b"]"
