@@ -16,7 +16,7 @@ import socket
 import time
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -174,25 +174,6 @@ class GatewayMetrics(Collector):
             return "other"
         self._models.add(name)
         return name
-
-    @contextmanager
-    def serving(self, counts: CallCounts) -> Iterator[None]:
-        """The time in which one request is served; whatever is counted of it is found through `CLOCK`."""
-        clock = CallClock()
-        token = CLOCK.set(clock)
-        self.open_calls += 1
-        try:
-            yield
-        except OSError as error:
-            if not isinstance(error, ConnectionError):
-                self.gaps.add()
-            raise
-        finally:
-            CLOCK.reset(token)
-            self.open_calls -= 1
-            self.open_streams -= clock.streams
-            counts.retries += clock.retries
-            counts.waited += clock.waited
 
     def text(self) -> str:
         """All of it as Prometheus reads it."""

@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 from pier.errors import ProviderError
 from pier.gateway.call import Exchange
@@ -56,7 +55,7 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
             body = restore_arguments(body, x.memory)
     if "model" in body.fields and body.value["model"] != target.model:
         body = body.with_fields(model=target.model)
-    path = x.caller.dialect.generate_path(quote(target.model, safe=""), x.stream)
+    path = x.caller.dialect.generate_path(target.model, x.stream)
     out = x.caller.outgoing(target, path, body, own=body is x.body and not x.edited)
     try:
         with await x.upstreams.ask(out, x.record) as answer:
@@ -70,7 +69,7 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
 async def _whole(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, keeps_tokens: bool) -> None:
     raw = await _recorded_answer(x, answer, scrub)
     try:
-        value = json.loads(raw)
+        value = json.loads(raw.decode())
     except ValueError:
         value = None
     if not isinstance(value, dict):
@@ -225,6 +224,7 @@ def _outgoing(translation: Translation, target: Target) -> Outgoing:
 async def decided(x: Exchange, policy: Policy) -> None:
     """Ask a policy. What it raises as a `ProviderError` reaches the agent as a provider's failure would."""
     request = as_sampled(x.request, x.memory)
+    x.record.recorder.flush()
     try:
         answer = begin(policy, request)
         if is_stream(answer):

@@ -19,11 +19,10 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import quote
 
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import UsageError
-from pier.gateway.budget import Budget, BudgetStop, Meter, Reservation
+from pier.gateway.budget import CLOCK, Budget, BudgetStop, CallClock, Meter, Reservation
 from pier.gateway.call import Caller, CallerGone, Exchange
 from pier.gateway.metrics import CallCounts, MeasuredRecord
 from pier.gateway.policy import Policy, Upstream, for_session, version_of
@@ -87,7 +86,7 @@ class ByProvider:
 
     async def count(self, caller: Caller, body: Body, record: CallRecord, upstreams: Upstreams) -> bytes | None:
         """The provider's own count of tokens; None if it has none."""
-        path = caller.dialect.count_path(quote(self.target.model, safe=""))
+        path = caller.dialect.count_path(self.target.model)
         login = self.target.provider.login
         if caller.route.dialect not in self.target.provider.dialects or path is None:
             return None
@@ -280,10 +279,21 @@ class Session:
         assert task is not None
         self._calls.add(task)
         self.counts.most = max(self.counts.most, len(self._calls))
+        metrics, clock = self.gateway.metrics, CallClock()
+        token = CLOCK.set(clock)
+        metrics.open_calls += 1
         try:
-            with self.gateway.metrics.serving(self.counts):
-                return await self._serve(caller)
+            return await self._serve(caller)
+        except OSError as error:
+            if not isinstance(error, ConnectionError):
+                metrics.gaps.add()
+            raise
         finally:
+            CLOCK.reset(token)
+            metrics.open_calls -= 1
+            metrics.open_streams -= clock.streams
+            self.counts.retries += clock.retries
+            self.counts.waited += clock.waited
             self._calls.discard(task)
             self._held -= caller.held
             self._work -= caller.work
@@ -478,6 +488,7 @@ class Session:
 
     async def _wait_for_turn(self, turn: Reservation) -> str | None:
         """Wait until the turn is reserved; else the reason, as a message to the agent."""
+        self.recorder.flush()
         for meter in self._meters:
             await meter.pace()
         while True:

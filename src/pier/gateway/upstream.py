@@ -260,6 +260,8 @@ class Upstreams:
         """The beginning of a good answer (status below 400), as a context manager: leaving early ends the upstream's
         generation."""
         limiter = self.limiter(out.provider)
+        if limiter.may_wait or out.provider.login:
+            record.recorder.flush()
         await limiter.acquire()
         try:
             answer = await self._attempts(out, record, limiter)
@@ -537,7 +539,7 @@ async def read_answer(answer: Answer) -> bytes:
     """All of an answer that is not streamed."""
     whole = bytearray()
     try:
-        while part := await answer.read():
+        while not answer.ended and (part := await answer.read()):
             whole += part
             if len(whole) > MAX_ANSWER:
                 raise UpstreamFailed(502, f"the provider's answer is larger than {MAX_ANSWER} bytes", "server")

@@ -90,7 +90,7 @@ _REMEMBERED = 16
 _MOST_BLOBS, _MOST_LISTS = 100_000, 256
 """What is sent again after as many others is stored again."""
 _STORE_APART = 256
-"""A top-level field of at least this many characters is stored once and referred to."""
+"""A body, or a field of one, of at least this many characters is stored once and referred to."""
 
 
 class Recorder:
@@ -125,6 +125,8 @@ class Recorder:
 
     def _start_over(self) -> None:
         """Refer to nothing that was written so far: at first, and when a write has failed."""
+        self._begun: list[bytes] = []
+        """The lines of calls that have begun, which are written with what comes next."""
         self._blobs: OrderedDict[bytes, int] = OrderedDict()
         """The latest blobs in the file, by their digests."""
         self._count = 0
@@ -155,13 +157,20 @@ class Recorder:
         if self._journal:
             lines, pieces, record.secret = self.pieces(body)
             first = {"t": "call", "c": record.number, "at": round(record.at, 5), **facts, "body": pieces}
-            self.write(*lines, _line(first))
+            self._begun += (*lines, _line(first))
         self._open += 1
         return record
+
+    def flush(self) -> None:
+        """Write the lines of calls that have begun. To be called before a call waits for anything but a provider, whose
+        attempt is written with them."""
+        if self._begun:
+            self.write()
 
     def write(self, *lines: bytes) -> None:
         """Add lines, in one write."""
         if self._journal:
+            lines, self._begun = (*self._begun, *lines), []
             self._append(b"".join(map(self.redactor.data, lines) if self.redactor else lines))
             if self._flusher:
                 self._flusher.sync_soon(self)
@@ -210,6 +219,8 @@ class Recorder:
         if isinstance(body, bytes):
             text = body.decode(errors="surrogateescape")
             return [], [text] if body else [], self.redactor.data(body) != body
+        if len(body.text) < _STORE_APART:
+            return [], [body.text], bool(self.redactor) and self.redactor.text(body.text) != body.text
         self._found = len(self._secret) > _MOST_BLOBS
         lines: list[bytes] = []
         pieces: list[Any] = []

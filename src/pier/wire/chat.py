@@ -111,7 +111,7 @@ LOCAL_FIELDS = """
 
 def _table(raw: Mapping[str, Any], name: str, other: str) -> Mapping[str, Any]:
     found = raw.get(name) or raw.get(other)
-    return found if isinstance(found, Mapping) else {}
+    return found if isinstance(found, dict) else {}
 
 
 class OpenAI(Dialect):
@@ -123,7 +123,7 @@ class OpenAI(Dialect):
 
     def read_usage(self, raw: Any) -> Usage:
         """Usage by the names of Chat or Responses, with the extras of DeepSeek (cache hits) and OpenRouter (cost)."""
-        if not isinstance(raw, Mapping):
+        if not isinstance(raw, dict):
             return Usage()
         prompt = _table(raw, "prompt_tokens_details", "input_tokens_details")
         completion = _table(raw, "completion_tokens_details", "output_tokens_details")

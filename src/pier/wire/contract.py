@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -110,7 +110,7 @@ class Dialect:
     likely_path: re.Pattern[str] = re.compile("(?!)")
     """Paths that only its clients ask for, also those that it does not have."""
 
-    def is_likely(self, path: str, headers: frozenset[str]) -> bool:
+    def is_likely(self, path: str, headers: Collection[str]) -> bool:
         """Whether a client of this dialect most likely sent a request, by its path and the names of its headers."""
         return any(name in headers for name in self.likely_headers) or self.likely_path.match(path) is not None
 

@@ -12,6 +12,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
+from urllib.parse import quote
 
 from pier.wire.chat import stream_error
 from pier.wire.contract import (
@@ -559,10 +560,11 @@ class Gemini(Dialect):
         return {**extra, **compact(body)}
 
     def generate_path(self, model: str, stream: bool) -> str:
-        return f"/v1beta/models/{model}:{'streamGenerateContent?alt=sse' if stream else 'generateContent'}"
+        verb = "streamGenerateContent?alt=sse" if stream else "generateContent"
+        return f"/v1beta/models/{quote(model, safe='')}:{verb}"
 
     def count_path(self, model: str) -> str:
-        return f"/v1beta/models/{model}:countTokens"
+        return f"/v1beta/models/{quote(model, safe='')}:countTokens"
 
     def _parse_response(self, body: Mapping[str, Any]) -> Turn:
         candidates = body.get("candidates") or []
