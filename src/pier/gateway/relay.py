@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pier.errors import ProviderError
 from pier.gateway.call import Exchange
-from pier.gateway.policy import PolicyFailed, as_sampled, begin, check_tokens, checked, guarded, is_stream, whole
+from pier.gateway.policy import PolicyFailed, as_sampled, begin, check_tokens, checked, guarded
 from pier.gateway.providers import Target
 from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
 from pier.record.redact import Scrubber
@@ -226,11 +226,11 @@ async def decided(x: Exchange, policy: Policy) -> None:
     request = as_sampled(x.request, x.memory)
     x.record.recorder.flush()
     try:
-        answer = begin(policy, request)
-        if is_stream(answer):
+        answer = await guarded(begin(policy, request), x.upstreams.silence)
+        if isinstance(answer, AsyncIterator):
             async with aclosing(_begun(x, policy, answer)) as deltas:
                 return await _render(x, deltas)
-        turn = checked(await whole(answer, x.upstreams.silence), policy, x.sampling)
+        turn = checked(answer, policy, x.sampling)
         x.turn.spend()
         x.memory.remember(turn)
         return await _deliver(x, turn)

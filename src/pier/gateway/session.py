@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pier.endpoint import GATEWAY_PORT, Endpoint
@@ -25,9 +24,9 @@ from pier.errors import UsageError
 from pier.gateway.budget import CLOCK, Budget, BudgetStop, CallClock, Meter, Reservation
 from pier.gateway.call import Caller, CallerGone, Exchange
 from pier.gateway.metrics import CallCounts, MeasuredRecord
-from pier.gateway.policy import Policy, Upstream, for_session, version_of
-from pier.gateway.providers import Directory, Provider, Target
-from pier.gateway.relay import relay
+from pier.gateway.policy import Policy, version_of
+from pier.gateway.providers import Target
+from pier.gateway.relay import decided, relay, translated
 from pier.gateway.request import BadMessage
 from pier.gateway.upstream import UpstreamFailed, Upstreams, read_answer
 from pier.record.redact import Scrubber
@@ -80,8 +79,6 @@ class ByProvider:
             return await x.fail(400, words, "invalid_request")
         if x.caller.route.dialect in self.target.provider.dialects and (x.caller.route.sse or not x.stream):
             return await relay(x, self.target, usage=self.usage)
-        from pier.gateway.relay import translated
-
         return await translated(x, self.target)
 
     async def count(self, caller: Caller, body: Body, record: CallRecord, upstreams: Upstreams) -> bytes | None:
@@ -118,37 +115,7 @@ class ByPolicy:
         return version_of(self.policy) or version_of(self.owner)
 
     async def answer(self, x: Exchange) -> None:
-        from pier.gateway.relay import decided
-
         return await decided(x, self.policy)
-
-
-def answerer(
-    model: str,
-    given: Upstream | None,
-    directory: Directory,
-    *,
-    usage: bool = False,
-    labels: Mapping[str, str] = MappingProxyType({}),
-    by_agent: bool = False,
-) -> Answerer:
-    """Who answers for `model`: `script:PATH`, `replay:PATH`, or a model's name, at the upstream that is `given`. A name
-    that an agent chose is that of a model: files of this machine are the user's to name."""
-    upstream = for_session(given, labels)
-    scheme, _, rest = ("" if by_agent else model).partition(":")
-    if upstream is None and scheme == "script":
-        from pier.gateway.script import Script
-
-        return ByPolicy(Script.load(Path(rest)), "scripted")
-    if upstream is None and scheme == "replay":
-        from pier.gateway.replay import Replay
-
-        return Replay.load(Path(rest))
-    if isinstance(upstream, Provider):
-        return ByProvider(Target(upstream, model), usage, given)
-    if callable(upstream):
-        return ByPolicy(upstream, model, given)
-    return ByProvider(directory.target(model, upstream), usage)
 
 
 log = logging.getLogger(__name__)

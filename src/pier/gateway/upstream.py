@@ -16,7 +16,7 @@ import contextlib
 import json
 import ssl
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, TypeVar
@@ -140,8 +140,8 @@ class Upstreams:
     _limiters: dict[tuple[str, str | None], Limiter] = field(default_factory=dict)
     _proxies: Mapping[str, str] = field(default_factory=dict)
     _connector: TCPConnector | None = None
-    _idle: dict[str, list[tuple[Connection, float]]] = field(default_factory=dict)
-    """Kept connections by the address of a request, and when each had served."""
+    _idle: dict[Hashable, list[tuple[Connection, float]]] = field(default_factory=dict)
+    """Kept connections by their servers, and when each had served."""
     _waiting: dict[ResponseHandler | StreamReader, float] = field(default_factory=dict)
     """What is waited for since when: one timer looks at all of them."""
     _sweeping: asyncio.TimerHandle | None = None
@@ -157,17 +157,19 @@ class Upstreams:
         now = time.monotonic()
         for late in [each for each, since in self._waiting.items() if now - since > self.silence]:
             late.set_exception(SocketTimeoutError("Timeout on reading data from socket"))
-        for address, kept in list(self._idle.items()):
+        for server, kept in list(self._idle.items()):
             while kept and now - kept[0][1] > KEPT:
                 kept.pop(0)[0].close()
             if not kept:
-                del self._idle[address]
+                del self._idle[server]
         interval = min(_SWEEP, self.silence / 4)
         self._sweeping = asyncio.get_running_loop().call_later(interval, self._sweep)
 
     async def close(self) -> None:
         if self._sweeping:
             self._sweeping.cancel()
+        for connection, _ in (each for kept in self._idle.values() for each in kept):
+            connection.close()
         self._idle.clear()
         if self._connector:
             await self._connector.close()
@@ -180,8 +182,9 @@ class Upstreams:
         context.set_alpn_protocols(["http/1.1"])
         return context
 
-    def _find_place(self, address: str) -> tuple[ClientRequest, str]:
-        """Where to connect to for an address, as the connector wants to know it, and the first line of a request."""
+    def _find_place(self, address: str) -> tuple[ClientRequest, Hashable, str]:
+        """Where to connect to for an address, as the connector wants to know it, which requests share its connections,
+        and the first line of a request."""
         url = URL(address, encoded=True)
         proxy = self._proxies.get(url.scheme) if self._proxies else None
         if proxy is not None and proxy_bypass(url.host or ""):
@@ -189,7 +192,7 @@ class Upstreams:
         tls = self._tls if url.scheme == "https" else True
         place = ClientRequest("POST", url, proxy=URL(proxy) if proxy else None, ssl=tls)
         target = str(url) if proxy and url.scheme == "http" else url.raw_path_qs
-        return place, f"POST {target} HTTP/1.1"
+        return place, place.connection_key, f"POST {target} HTTP/1.1"
 
     async def send(self, address: str, headers: CIMultiDict[str], data: bytes) -> Answer:
         """Send a POST; the beginning of its answer. `NoAnswer` if there is none; a cancelled caller closes the
@@ -197,10 +200,11 @@ class Upstreams:
         assert self._connector is not None, "the gateway is not open"
         connection, reused = None, False
         try:
-            place, first = self._place(address)
-            connection = self._kept(address)
+            place, server, first = self._place(address)
+            connection = self._kept(server)
             reused = connection is not None
-            connection = connection or await self._connector.connect(place, [], _CONNECT)
+            if connection is None:
+                connection = await self._connector.connect(place, [], _CONNECT)
             protocol, transport = connection.protocol, connection.transport
             assert protocol is not None and transport is not None
             protocol.set_response_params(
@@ -223,7 +227,7 @@ class Upstreams:
         except BaseException:
             _abort(connection)
             raise
-        return Answer(self, address, connection, message, body)
+        return Answer(self, server, connection, message, body)
 
     async def patiently(self, source: ResponseHandler | StreamReader, reading: Awaitable[T]) -> T:
         """What `source` gives; `TimeoutError` when it is silent for too long."""
@@ -233,19 +237,21 @@ class Upstreams:
         finally:
             del self._waiting[source]
 
-    def keep(self, address: str, connection: Connection) -> None:
+    def keep(self, server: Hashable, connection: Connection) -> None:
         """Keep a connection whose answer was read to its end for the next request, if its server does."""
         protocol = connection.protocol
         if self._connector is None or protocol is None or protocol.should_close:
             connection.close()
         else:
-            self._idle.setdefault(address, []).append((connection, time.monotonic()))
+            self._idle.setdefault(server, []).append((connection, time.monotonic()))
 
-    def _kept(self, address: str) -> Connection | None:
-        kept = self._idle.get(address)
+    def _kept(self, server: Hashable) -> Connection | None:
+        kept = self._idle.get(server)
         while kept:
             connection, since = kept.pop()
-            if not connection.closed and time.monotonic() - since <= KEPT:
+            protocol = connection.protocol
+            alive = protocol is not None and protocol.is_connected() and not protocol.should_close
+            if alive and time.monotonic() - since <= KEPT:
                 return connection
             connection.close()
         return None
@@ -389,13 +395,13 @@ class Answer:
     def __init__(
         self,
         upstreams: Upstreams,
-        address: str,
+        server: Hashable,
         connection: Connection,
         message: RawResponseMessage,
         body: StreamReader,
     ) -> None:
         self._upstreams = upstreams
-        self._address = address
+        self._server = server
         self._connection = connection
         self._body = body
         self._ahead = b""
@@ -447,7 +453,7 @@ class Answer:
     def close(self) -> None:
         """Done with it. The connection serves again if the answer was read to its end."""
         if self.ended:
-            self._upstreams.keep(self._address, self._connection)
+            self._upstreams.keep(self._server, self._connection)
         else:
             _abort(self._connection)
 

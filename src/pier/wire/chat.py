@@ -137,13 +137,6 @@ class OpenAI(Dialect):
             cost_usd=float(cost) if isinstance(cost, int | float) and 0 <= cost < math.inf else None,
         )
 
-    def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
-        message = error_text(body)
-        inner = body.get("error") if isinstance(body, dict) else None
-        code = inner.get("code") if isinstance(inner, dict) else None
-        too_long = code == "context_length_exceeded" or "maximum context length" in message
-        return message, "context_length" if too_long else kind_of_status(status)
-
     def models_body(self, models: tuple[str, ...]) -> dict[str, Any]:
         return {"object": "list", "data": [self.model_body(model) for model in models]}
 

@@ -49,6 +49,10 @@ PARSE_ERRORS = (TypeError, AttributeError, LookupError, ValueError, RecursionErr
 """The exceptions of reading a value as a type that it does not have."""
 
 
+_TOO_LONG = re.compile("^prompt is too long|maximum context length|exceeds the maximum number of tokens")
+"""How providers of any dialect say that a request does not fit into the model's context."""
+
+
 class BadRequest(UsageError):
     """The client's body is not of its dialect, or asks for what no recorder can give (several choices)."""
 
@@ -169,9 +173,17 @@ class Dialect:
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
         raise NotImplementedError
 
+    error_types: Mapping[str, ErrorKind] = {}
+    """The kinds of errors by the types that its providers give them."""
+
     def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
         """The message and kind of an upstream's error, whatever its body is (JSON of the dialect, other JSON, text)."""
-        return error_text(body), kind_of_status(status)
+        message = error_text(body)
+        inner = body.get("error") if isinstance(body, dict) else None
+        inner = inner if isinstance(inner, dict) else {}
+        if inner.get("code") == "context_length_exceeded" or _TOO_LONG.search(message):
+            return message, "context_length"
+        return message, self.error_types.get(str(inner.get("type"))) or kind_of_status(status)
 
     def models_body(self, models: tuple[str, ...]) -> dict[str, Any]:
         raise NotImplementedError

@@ -28,7 +28,6 @@ from pier.wire.contract import (
     error_text,
     fresh_id,
     join_results,
-    kind_of_status,
     need_dict,
     need_list,
     need_str,
@@ -588,11 +587,6 @@ class Gemini(Dialect):
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
         return {"error": {"code": status, "message": message, "status": _STATUSES[kind]}}
-
-    def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
-        message = error_text(body)
-        too_long = "exceeds the maximum number of tokens" in message
-        return message, "context_length" if too_long else kind_of_status(status)
 
     def models_body(self, models: tuple[str, ...]) -> dict[str, Any]:
         return {"models": [self.model_body(model) for model in models]}
