@@ -100,6 +100,13 @@ class Counter:
             family.add_metric(labels, value)
         return family
 
+    def summary(self) -> float | list[dict[str, Any]]:
+        if not self.labels:
+            return self.values[()]
+        return [
+            {**dict(zip(self.labels, labels, strict=True)), "value": value} for labels, value in self.values.items()
+        ]
+
 
 class Histogram:
     """Durations by how long they were."""
@@ -113,11 +120,27 @@ class Histogram:
         self.counts[bisect_left(SECONDS, seconds)] += 1
         self.sum += seconds
 
+    @property
+    def buckets(self) -> dict[str, int]:
+        """Counts by upper bounds, each with those below it."""
+        return dict(zip((*map(str, map(float, SECONDS)), "+Inf"), accumulate(self.counts), strict=True))
+
     def family(self, name: str) -> Metric:
-        bounds = (*map(str, map(float, SECONDS)), "+Inf")
         family = HistogramMetricFamily(name, self.help)
-        family.add_metric([], list(zip(bounds, accumulate(self.counts), strict=True)), self.sum)
+        family.add_metric([], list(self.buckets.items()), self.sum)
         return family
+
+    def summary(self) -> dict[str, Any]:
+        """`p50` and `p99` are the bounds of buckets."""
+        count, buckets = sum(self.counts), self.buckets
+
+        def quantile(share: float) -> float | None:
+            below = (bound for bound, number in buckets.items() if number >= share * count)
+            return min(float(next(below)), SECONDS[-1]) if count else None
+
+        mean = round(self.sum / count, 6) if count else None
+        summary = {"count": count, "sum": round(self.sum, 6), "mean": mean, "p50": quantile(0.5), "p99": quantile(0.99)}
+        return {**summary, "buckets": buckets}
 
 
 class GatewayMetrics(Collector):
@@ -181,17 +204,9 @@ class GatewayMetrics(Collector):
 
     def snapshot(self) -> dict[str, Any]:
         """All of it as JSON, without the common prefix of the names: numbers, rows with labels, and histograms."""
-        found: dict[str, Any] = {}
-        for family in self.registry.collect():
-            name = family.name.removeprefix(_PREFIX) + ("_total" if family.type == "counter" else "")
-            if family.type == "histogram":
-                *buckets, count, total = family.samples
-                bounds = {sample.labels["le"]: int(sample.value) for sample in buckets}
-                found[name] = _summary(int(count.value), total.value, bounds)
-            elif any(sample.labels for sample in family.samples) or not family.samples:
-                found[name] = [{**sample.labels, "value": sample.value} for sample in family.samples]
-            else:
-                found[name] = family.samples[0].value
+        found: dict[str, Any] = {name: read() for name, (_, read) in self._gauges.items()}
+        for name, metric in self._metrics.items():
+            found[f"{name}_total" if isinstance(metric, Counter) else name] = metric.summary()
         return found
 
     async def sample_lag(self) -> None:
@@ -201,18 +216,6 @@ class GatewayMetrics(Collector):
             due = loop.time() + _SAMPLE_INTERVAL
             await asyncio.sleep(_SAMPLE_INTERVAL)
             self.lag.observe(max(0.0, loop.time() - due))
-
-
-def _summary(count: int, total: float, buckets: Mapping[str, int]) -> dict[str, Any]:
-    """A histogram; `p50` and `p99` are the bounds of buckets."""
-
-    def quantile(share: float) -> float | None:
-        below = (bound for bound, number in buckets.items() if number >= share * count)
-        return min(float(next(below)), SECONDS[-1]) if count else None
-
-    mean = round(total / count, 6) if count else None
-    summary = {"count": count, "sum": round(total, 6), "mean": mean, "p50": quantile(0.5), "p99": quantile(0.99)}
-    return {**summary, "buckets": dict(buckets)}
 
 
 @dataclass(slots=True)
