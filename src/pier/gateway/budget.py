@@ -268,11 +268,6 @@ class Limiter:
         """Whether the provider asked for a pause that is not over."""
         return self._closed_until > time.monotonic()
 
-    @property
-    def may_wait(self) -> bool:
-        """Whether a request may have to wait."""
-        return self._slots is not None or self.is_closed or self._pace.budget.requests_per_minute is not None
-
     def close_for(self, seconds: float) -> None:
         """The provider asked for a pause."""
         self._closed_until = max(self._closed_until, time.monotonic() + seconds)

@@ -224,7 +224,6 @@ def _outgoing(translation: Translation, target: Target) -> Outgoing:
 async def decided(x: Exchange, policy: Policy) -> None:
     """Ask a policy. What it raises as a `ProviderError` reaches the agent as a provider's failure would."""
     request = as_sampled(x.request, x.memory)
-    x.record.recorder.flush()
     try:
         answer = await guarded(begin(policy, request), x.upstreams.silence)
         if isinstance(answer, AsyncIterator):

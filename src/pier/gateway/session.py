@@ -455,7 +455,6 @@ class Session:
 
     async def _wait_for_turn(self, turn: Reservation) -> str | None:
         """Wait until the turn is reserved; else the reason, as a message to the agent."""
-        self.recorder.flush()
         for meter in self._meters:
             await meter.pace()
         while True:

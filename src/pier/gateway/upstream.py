@@ -153,7 +153,7 @@ class Upstreams:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Give up those who are silent for too long, and connections that nobody needed for long."""
+        """Give up those who are silent for too long, and connections that were not needed for long."""
         now = time.monotonic()
         for late in [each for each, since in self._waiting.items() if now - since > self.silence]:
             late.set_exception(SocketTimeoutError("Timeout on reading data from socket"))
@@ -266,8 +266,6 @@ class Upstreams:
         """The beginning of a good answer (status below 400), as a context manager: leaving early ends the upstream's
         generation."""
         limiter = self.limiter(out.provider)
-        if limiter.may_wait or out.provider.login:
-            record.recorder.flush()
         await limiter.acquire()
         try:
             answer = await self._attempts(out, record, limiter)

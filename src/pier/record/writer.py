@@ -125,8 +125,6 @@ class Recorder:
 
     def _start_over(self) -> None:
         """Refer to nothing that was written so far: at first, and when a write has failed."""
-        self._begun: list[bytes] = []
-        """The lines of calls that have begun, which are written with what comes next."""
         self._blobs: OrderedDict[bytes, int] = OrderedDict()
         """The latest blobs in the file, by their digests."""
         self._count = 0
@@ -157,20 +155,13 @@ class Recorder:
         if self._journal:
             lines, pieces, record.secret = self.pieces(body)
             first = {"t": "call", "c": record.number, "at": round(record.at, 5), **facts, "body": pieces}
-            self._begun += (*lines, _line(first))
+            self.write(*lines, _line(first))
         self._open += 1
         return record
-
-    def flush(self) -> None:
-        """Write the lines of calls that have begun. To be called before a call waits for anything but a provider, whose
-        attempt is written with them."""
-        if self._begun:
-            self.write()
 
     def write(self, *lines: bytes) -> None:
         """Add lines, in one write."""
         if self._journal:
-            lines, self._begun = (*self._begun, *lines), []
             self._append(b"".join(map(self.redactor.data, lines) if self.redactor else lines))
             if self._flusher:
                 self._flusher.sync_soon(self)
