@@ -162,7 +162,7 @@ class Upstreams:
                 kept.pop(0)[0].close()
             if not kept:
                 del self._idle[server]
-        interval = min(_SWEEP, self.silence / 4)
+        interval = max(0.01, min(_SWEEP, self.silence / 4))
         self._sweeping = asyncio.get_running_loop().call_later(interval, self._sweep)
 
     async def close(self) -> None:
