@@ -166,7 +166,7 @@ async def test_an_address_that_is_none_is_refused() -> None:
 def test_names_that_agents_make_up_do_not_pile_up() -> None:
     metrics = GatewayMetrics()
     for number in range(1000):
-        metrics.cost("chat", metrics.model_label(f'm"{number}\n\udcff'), "p").inc()
+        metrics.cost.add("chat", metrics.model_label(f'm"{number}\n\udcff'), "p")
     rows = metrics.snapshot()["cost_usd_total"]
     assert len(rows) == 201
     assert value({"rows": rows}, "rows", model="other") == 800

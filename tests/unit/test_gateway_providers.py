@@ -203,7 +203,7 @@ def test_extras_are_asked_for_and_taken_out_again() -> None:
     plain, counted = b'data: {"id": 1}\n\n', b'data: {"choices": [], "usage": {}}\n\n'
     values = [{"id": 1}, event, {"choices": [], "usage": {}}, None, None]
     stripped = extras.strip_events(plain + raw + counted + b": ping\n\ndata: [DONE]\n\n", values)
-    assert stripped == plain + b'data: {"id": 1, "choices": [{"delta": {}}]}\n\n: ping\n\ndata: [DONE]\n\n'
+    assert stripped == plain + b'data: {"id":1,"choices":[{"delta":{}}]}\n\n: ping\n\ndata: [DONE]\n\n'
     assert extras.strip_events(plain, [{"id": 1}]) is plain
     asked = parse(b'{"stream":true,"logprobs":true,"return_token_ids":true,"stream_options":{"include_usage":true}}')
     assert ask(asked, tokens=True, usage=True) == (asked, Extras())

@@ -218,7 +218,7 @@ def test_fields_are_edited_in_place() -> None:
     body = parse(b'{ "model" : "a", "messages": [1, 2],"z":0}')
     assert body.with_fields(model="b").text == '{ "model" : "b", "messages": [1, 2],"z":0}'
     assert body.with_fields(n=1, z=[2]).value == {"n": 1, "model": "a", "messages": [1, 2], "z": [2]}
-    assert parse(b"{}").with_fields(a=1).text == '{"a": 1}'
+    assert parse(b"{}").with_fields(a=1).text == '{"a":1}'
 
 
 @pytest.mark.parametrize(

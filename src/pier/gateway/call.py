@@ -22,7 +22,8 @@ from pier.gateway.request import HttpRequest
 from pier.gateway.upstream import Outgoing
 from pier.record.redact import redacted, redacted_path
 from pier.record.writer import CallRecord, Outcome
-from pier.wire.body import Body, dump, parse
+from pier.wire.body import Body, parse
+from pier.wire.contract import dump
 from pier.wire.dialects import DIALECTS, BadRequest, Dialect, recognise
 from pier.wire.faults import Fault, fault_of
 from pier.wire.headers import HOP_BY_HOP, passed_headers, passed_query
@@ -50,16 +51,15 @@ class Caller:
     """One request of an agent, and where its answer goes."""
 
     def __init__(self, request: HttpRequest) -> None:
-        headers, names = request.headers, frozenset(map(str.lower, request.headers))
         self.request = request
-        self.route = recognise(request.method, request.path, request.query_string, names)
+        self.headers = redacted(request.headers)
+        """For the recording: without secrets, and with names in lower case."""
+        self.route = recognise(request.method, request.path, request.query_string, tuple(self.headers))
         self.dialect: Dialect = DIALECTS[self.route.dialect]
-        self.key = _key(headers, request.query_string)
+        self.key = _key(request.headers, request.query_string)
         """The credential, wherever this client puts it."""
         self.held = self.work = 0
         """What its body counts for in `LARGEST_HELD` and `LARGEST_WORK`."""
-        self.headers = redacted(headers)
-        """For the recording: without secrets, and with names in lower case."""
 
     @property
     def started(self) -> bool:

@@ -14,23 +14,18 @@ import json
 import os
 import socket
 import time
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector, web
-from prometheus_client import (
-    CONTENT_TYPE_PLAIN_0_0_4,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from pier.errors import UsageError
 from pier.gateway.budget import CLOCK, CallClock
@@ -87,22 +82,85 @@ _MAX_MODELS = 200
 _PREFIX = "pier_gateway_"
 
 
-class GatewayMetrics:
+class Counter:
+    """Counts by labels. The library's own counters take a lock and ten function calls for each of the dozen counts of
+    a model call, a twentieth of its processor time."""
+
+    def __init__(self, help: str, labels: tuple[str, ...]) -> None:
+        self.help = help
+        self.labels = labels
+        self.values: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
+
+    def add(self, *labels: str, by: float = 1.0) -> None:
+        self.values[labels] = self.values.get(labels, 0.0) + by
+
+    def family(self, name: str) -> Metric:
+        family = CounterMetricFamily(name, self.help, labels=self.labels)
+        for labels, value in self.values.items():
+            family.add_metric(labels, value)
+        return family
+
+    def summary(self) -> float | list[dict[str, Any]]:
+        if not self.labels:
+            return self.values[()]
+        return [
+            {**dict(zip(self.labels, labels, strict=True)), "value": value} for labels, value in self.values.items()
+        ]
+
+
+class Histogram:
+    """Durations by how long they were."""
+
+    def __init__(self, help: str) -> None:
+        self.help = help
+        self.counts = [0] * (len(SECONDS) + 1)
+        self.sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(SECONDS, seconds)] += 1
+        self.sum += seconds
+
+    @property
+    def buckets(self) -> dict[str, int]:
+        """Counts by upper bounds, each with those below it."""
+        return dict(zip((*map(str, map(float, SECONDS)), "+Inf"), accumulate(self.counts), strict=True))
+
+    def family(self, name: str) -> Metric:
+        family = HistogramMetricFamily(name, self.help)
+        family.add_metric([], list(self.buckets.items()), self.sum)
+        return family
+
+    def summary(self) -> dict[str, Any]:
+        """`p50` and `p99` are the bounds of buckets."""
+        count, buckets = sum(self.counts), self.buckets
+
+        def quantile(share: float) -> float | None:
+            below = (bound for bound, number in buckets.items() if number >= share * count)
+            return min(float(next(below)), SECONDS[-1]) if count else None
+
+        mean = round(self.sum / count, 6) if count else None
+        summary = {"count": count, "sum": round(self.sum, 6), "mean": mean, "p50": quantile(0.5), "p99": quantile(0.99)}
+        return {**summary, "buckets": buckets}
+
+
+class GatewayMetrics(Collector):
     """The metrics of one gateway."""
 
     def __init__(self) -> None:
-        disable_created_metrics()
         self.registry = CollectorRegistry()
+        self.registry.register(self)
         self.open_calls = self.open_streams = 0
+        self._gauges: dict[str, tuple[str, Callable[[], float]]] = {}
+        self._metrics: dict[str, Counter | Histogram] = {}
         self._models: set[str] = set()
         by = ("dialect", "model", "provider")
-        self.calls = self._by("calls", "Generations by how they ended.", *by, "end", "status")
-        self.tokens = self._by("tokens", "Tokens as providers counted them.", *by, "kind")
-        self.cost = self._by("cost_usd", "Money, where it is known.", *by)
-        self.unpriced = self._by("unpriced_calls", "Answered calls whose cost is unknown.", *by)
-        self.attempts = self._by("upstream_attempts", "Requests to providers.", "provider")
-        self.retries = self._by("upstream_retries", "Attempts after a passing fault.", "provider")
-        self.faults = self._by("upstream_faults", "Requests that got no answer, by fault.", "provider", "fault")
+        self.calls = self._counter("calls", "Generations by how they ended.", *by, "end", "status")
+        self.tokens = self._counter("tokens", "Tokens as providers counted them.", *by, "kind")
+        self.cost = self._counter("cost_usd", "Money, where it is known.", *by)
+        self.unpriced = self._counter("unpriced_calls", "Answered calls whose cost is unknown.", *by)
+        self.attempts = self._counter("upstream_attempts", "Requests to providers.", "provider")
+        self.retries = self._counter("upstream_retries", "Attempts after a passing fault.", "provider")
+        self.faults = self._counter("upstream_faults", "Requests that got no answer, by fault.", "provider", "fault")
         self.waits = self._counter("limit_waits", "Waits for rate limits and before retries.")
         self.waited = self._counter("limit_wait_seconds", "Seconds spent in those waits.")
         self.edits = self._counter("edits", "Changes that policy made in requests.")
@@ -118,17 +176,19 @@ class GatewayMetrics:
 
     def gauge(self, name: str, help: str, read: Callable[[], float]) -> None:
         """A gauge whose value is computed on scrape."""
-        Gauge(_PREFIX + name, help, registry=self.registry).set_function(read)
+        self._gauges[name] = help, read
 
-    def _counter(self, name: str, help: str) -> Counter:
-        return Counter(_PREFIX + name, help, registry=self.registry)
-
-    def _by(self, name: str, help: str, *labels: str) -> Callable[..., Counter]:
-        """Counters by their labels, which are few; finding one each time takes longer than counting."""
-        return cache(Counter(_PREFIX + name, help, labels, registry=self.registry).labels)
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return self._metrics.setdefault(name, Counter(help, labels))  # type: ignore[return-value]
 
     def _histogram(self, name: str, help: str) -> Histogram:
-        return Histogram(_PREFIX + name, help, registry=self.registry, buckets=SECONDS)
+        return self._metrics.setdefault(name, Histogram(help))  # type: ignore[return-value]
+
+    def collect(self) -> Iterator[Metric]:
+        for name, metric in self._metrics.items():
+            yield metric.family(_PREFIX + name)
+        for name, (help, read) in self._gauges.items():
+            yield GaugeMetricFamily(_PREFIX + name, help, read())
 
     def model_label(self, model: str) -> str:
         """The model's name as a label, or `other` if there are too many already."""
@@ -138,42 +198,15 @@ class GatewayMetrics:
         self._models.add(name)
         return name
 
-    @contextmanager
-    def serving(self, counts: CallCounts) -> Iterator[None]:
-        """The time in which one request is served; whatever is counted of it is found through `CLOCK`."""
-        clock = CallClock()
-        token = CLOCK.set(clock)
-        self.open_calls += 1
-        try:
-            yield
-        except OSError as error:
-            if not isinstance(error, ConnectionError):
-                self.gaps.inc()
-            raise
-        finally:
-            CLOCK.reset(token)
-            self.open_calls -= 1
-            self.open_streams -= clock.streams
-            counts.retries += clock.retries
-            counts.waited += clock.waited
-
     def text(self) -> str:
         """All of it as Prometheus reads it."""
         return generate_latest(self.registry).decode()
 
     def snapshot(self) -> dict[str, Any]:
         """All of it as JSON, without the common prefix of the names: numbers, rows with labels, and histograms."""
-        found: dict[str, Any] = {}
-        for family in self.registry.collect():
-            name = family.name.removeprefix(_PREFIX) + ("_total" if family.type == "counter" else "")
-            if family.type == "histogram":
-                *buckets, count, total = family.samples
-                bounds = {sample.labels["le"]: int(sample.value) for sample in buckets}
-                found[name] = _summary(int(count.value), total.value, bounds)
-            elif any(sample.labels for sample in family.samples) or not family.samples:
-                found[name] = [{**sample.labels, "value": sample.value} for sample in family.samples]
-            else:
-                found[name] = family.samples[0].value
+        found: dict[str, Any] = {name: read() for name, (_, read) in self._gauges.items()}
+        for name, metric in self._metrics.items():
+            found[f"{name}_total" if isinstance(metric, Counter) else name] = metric.summary()
         return found
 
     async def sample_lag(self) -> None:
@@ -183,18 +216,6 @@ class GatewayMetrics:
             due = loop.time() + _SAMPLE_INTERVAL
             await asyncio.sleep(_SAMPLE_INTERVAL)
             self.lag.observe(max(0.0, loop.time() - due))
-
-
-def _summary(count: int, total: float, buckets: Mapping[str, int]) -> dict[str, Any]:
-    """A histogram; `p50` and `p99` are the bounds of buckets."""
-
-    def quantile(share: float) -> float | None:
-        below = (bound for bound, number in buckets.items() if number >= share * count)
-        return min(float(next(below)), SECONDS[-1]) if count else None
-
-    mean = round(total / count, 6) if count else None
-    summary = {"count": count, "sum": round(total, 6), "mean": mean, "p50": quantile(0.5), "p99": quantile(0.99)}
-    return {**summary, "buckets": dict(buckets)}
 
 
 @dataclass(slots=True)
@@ -220,20 +241,20 @@ class MeasuredRecord(CallRecord):
     def notice(self, kind: str, facts: Mapping[str, Any]) -> None:
         metrics, clock, now = self.metrics, self.clock, time.monotonic()
         if kind == "edits":
-            metrics.edits.inc(len(facts["edits"]))
+            metrics.edits.add(by=len(facts["edits"]))
         elif kind == "attempt":
             if not self.sent:
                 metrics.before.observe(max(0.0, now - clock.began - clock.waited))
             else:
                 clock.retries += 1
-                metrics.retries(facts["provider"]).inc()
+                metrics.retries.add(facts["provider"])
             self.provider, self.model, self.sent = facts["provider"], facts.get("model") or "", now
-            metrics.attempts(self.provider).inc()
+            metrics.attempts.add(self.provider)
         elif kind == "failed":
             self.elsewhere += now - self.sent
             self.answered = 0.0
             if facts["fault"]:
-                metrics.faults(self.provider, facts["fault"]).inc()
+                metrics.faults.add(self.provider, facts["fault"])
         elif kind == "end":
             metrics.recording.observe(facts["recorded"])
             if not self.over:
@@ -248,21 +269,21 @@ class MeasuredRecord(CallRecord):
         metrics, clock = self.metrics, self.clock
         model = metrics.model_label(self.model or str(self.facts.get("model") or ""))
         by = (str(self.facts.get("dialect") or ""), model, self.provider)
-        metrics.calls(*by, end, str(status)).inc()
+        metrics.calls.add(*by, end, str(status))
         metrics.seconds.observe(now - clock.began)
         if self.sent and self.answered:
             upstream = self.elsewhere + self.answered - self.sent
             metrics.added.observe(max(0.0, now - clock.began - upstream - clock.waited))
         if clock.waits:
-            metrics.waits.inc(clock.waits)
-            metrics.waited.inc(clock.waited)
+            metrics.waits.add(by=clock.waits)
+            metrics.waited.add(by=clock.waited)
         if clock.cost_usd is not None:
-            metrics.cost(*by).inc(clock.cost_usd)
+            metrics.cost.add(*by, by=clock.cost_usd)
         elif end == "answered":
-            metrics.unpriced(*by).inc()
+            metrics.unpriced.add(*by)
         for name, count in usage.items():
             if count and name.endswith("_tokens"):
-                metrics.tokens(*by, name.removesuffix("_tokens")).inc(count)
+                metrics.tokens.add(*by, name.removesuffix("_tokens"), by=count)
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ import inspect
 import math
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeGuard, TypeVar
+from typing import Protocol, TypeVar
 
 from pier.errors import PierError, ProviderError, UsageError
 from pier.gateway.providers import Provider, at_address
@@ -117,23 +117,10 @@ async def guarded(work: Awaitable[T], seconds: float | None) -> T:
         raise PolicyFailed(f"the policy raised {type(error).__name__}: {error}") from error
 
 
-def is_stream(answer: PolicyAnswer) -> TypeGuard[AsyncIterator[Delta]]:
-    return isinstance(answer, AsyncIterator)
-
-
-async def whole(answer: object, seconds: float | None) -> object:
-    """A policy's answer that it does not stream."""
-    return await guarded(answer, seconds) if inspect.isawaitable(answer) else answer
-
-
-def begin(policy: Policy, request: Request) -> PolicyAnswer:
-    """Call a policy; what it raises before anything is awaited is its failure too."""
-    try:
-        return policy(request)
-    except ProviderError:
-        raise
-    except Exception as error:  # as in `guarded`
-        raise PolicyFailed(f"the policy raised {type(error).__name__}: {error}") from error
+async def begin(policy: Policy, request: Request) -> object:
+    """Call a policy: its answer, or the stream of one. To be called in `guarded`."""
+    answer = policy(request)
+    return await answer if inspect.isawaitable(answer) else answer
 
 
 def checked(turn: object, policy: Policy, sampling: Sampling | None) -> Turn:

@@ -13,16 +13,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 from pier.errors import ProviderError
 from pier.gateway.call import Exchange
-from pier.gateway.policy import PolicyFailed, as_sampled, begin, check_tokens, checked, guarded, is_stream, whole
+from pier.gateway.policy import PolicyFailed, as_sampled, begin, check_tokens, checked, guarded
 from pier.gateway.providers import Target
 from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
 from pier.record.redact import Scrubber
-from pier.wire.body import dump, parse
-from pier.wire.contract import compact
+from pier.wire.body import parse
+from pier.wire.contract import compact, dump
 from pier.wire.dialects import BadResponse
 from pier.wire.faults import classify
 from pier.wire.headers import plain_headers
@@ -56,7 +55,7 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
             body = restore_arguments(body, x.memory)
     if "model" in body.fields and body.value["model"] != target.model:
         body = body.with_fields(model=target.model)
-    path = x.caller.dialect.generate_path(quote(target.model, safe=""), x.stream)
+    path = x.caller.dialect.generate_path(target.model, x.stream)
     out = x.caller.outgoing(target, path, body, own=body is x.body and not x.edited)
     try:
         with await x.upstreams.ask(out, x.record) as answer:
@@ -70,7 +69,7 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
 async def _whole(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, keeps_tokens: bool) -> None:
     raw = await _recorded_answer(x, answer, scrub)
     try:
-        value = json.loads(raw)
+        value = json.loads(raw.decode())
     except ValueError:
         value = None
     if not isinstance(value, dict):
@@ -227,11 +226,11 @@ async def decided(x: Exchange, policy: Policy) -> None:
     """Ask a policy. What it raises as a `ProviderError` reaches the agent as a provider's failure would."""
     request = as_sampled(x.request, x.memory)
     try:
-        answer = begin(policy, request)
-        if is_stream(answer):
+        answer = await guarded(begin(policy, request), x.upstreams.silence)
+        if isinstance(answer, AsyncIterator):
             async with aclosing(_begun(x, policy, answer)) as deltas:
                 return await _render(x, deltas)
-        turn = checked(await whole(answer, x.upstreams.silence), policy, x.sampling)
+        turn = checked(answer, policy, x.sampling)
         x.turn.spend()
         x.memory.remember(turn)
         return await _deliver(x, turn)

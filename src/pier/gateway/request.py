@@ -240,7 +240,7 @@ def _length(method: str, headers: CIMultiDict[str], minor: int) -> int | None:
 
 def render(first: str, fields: Fields) -> bytes:
     """The head of a message. `ValueError` if a field would break out of its line."""
-    lines = [first, *(f"{name}: {value}" for name, value in fields), "", ""]
+    lines = [first, *[f"{name}: {value}" for name, value in fields], "", ""]
     text = "\r\n".join(lines)
     if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:
         raise ValueError("a header has a line break in it")

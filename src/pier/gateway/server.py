@@ -7,7 +7,6 @@ import resource
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -18,15 +17,16 @@ from pier.gateway.budget import Budget, Meter, Retry
 from pier.gateway.call import Caller, CallerGone
 from pier.gateway.http import Server
 from pier.gateway.metrics import GatewayMetrics
-from pier.gateway.policy import Upstream
-from pier.gateway.providers import Directory, with_tokens
+from pier.gateway.policy import Upstream, for_session
+from pier.gateway.providers import Directory, Provider, Target, with_tokens
 from pier.gateway.request import HttpRequest
-from pier.gateway.session import Answerer, ByProvider, Session, Terms, answerer
+from pier.gateway.session import Answerer, ByPolicy, ByProvider, Session, Terms
 from pier.gateway.upstream import Upstreams
 from pier.record.writer import Durable, Flusher
 from pier.redact import Redactor
 from pier.trajectory.calls import OnGeneration
-from pier.wire.body import Body, Earlier, dump
+from pier.wire.body import Body, Earlier
+from pier.wire.contract import dump
 from pier.wire.dialects import DIALECTS, rollout_in
 from pier.wire.turn import Sampling, is_priced
 
@@ -178,23 +178,34 @@ class Gateway:
     def answerer(
         self, model: str, terms: Terms, upstream: Upstream | None = None, *, by_agent: bool = False
     ) -> Answerer:
-        """The upstream for `model`; `UsageError` if there is none, or a limit cannot be enforced. `by_agent`: the name
-        came with a request."""
+        """Who answers for `model`: `script:PATH`, `replay:PATH`, or a model's name, at the upstream that is given;
+        `UsageError` if there is none, or a limit cannot be enforced. A name that came with a request (`by_agent`) is
+        that of a model: files of this machine are the user's to name."""
+        given = for_session(upstream, terms.labels)
+        scheme, _, rest = ("" if by_agent else model).partition(":")
+        if given is None and scheme == "script":
+            from pier.gateway.script import Script
+
+            return ByPolicy(Script.load(Path(rest)), "scripted")
+        if given is None and scheme == "replay":
+            from pier.gateway.replay import Replay
+
+            return Replay.load(Path(rest))
+        if callable(given):
+            return ByPolicy(given, model, upstream)
+        is_provider = isinstance(given, Provider)
+        target = Target(given, model) if is_provider else self.directory.target(model, given)
         limits = (terms.budget, terms.shared)
-        usage = any(limit.counts_tokens for limit in limits)
-        found = answerer(model, upstream, self.directory, usage=usage, labels=terms.labels, by_agent=by_agent)
-        if not isinstance(found, ByProvider):
-            return found
-        provider = found.target.provider
-        provider.check()
-        in_money = any(limit.cost_usd is not None for limit in limits)
-        if in_money and not is_priced(found.target.model, provider.name):
+        target.provider.check()
+        if any(limit.cost_usd is not None for limit in limits) and not is_priced(target.model, target.provider.name):
             raise UsageError(
-                f"unknown price of {found.target.model} at {provider.name}: a budget in money cannot be enforced",
+                f"unknown price of {target.model} at {target.provider.name}: a budget in money cannot be enforced",
                 hint="limit tokens instead",
                 code="price-unknown",
             )
-        return replace(found, target=with_tokens(found.target)) if terms.tokens else found
+        target = with_tokens(target) if terms.tokens else target
+        usage = any(limit.counts_tokens for limit in limits)
+        return ByProvider(target, usage, upstream if is_provider else None)
 
     def forget(self, session: Session) -> bool:
         """The session's key is dead from now on. Whether it was alive."""

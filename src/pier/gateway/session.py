@@ -17,18 +17,16 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import quote
 
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import UsageError
-from pier.gateway.budget import Budget, BudgetStop, Meter, Reservation
+from pier.gateway.budget import CLOCK, Budget, BudgetStop, CallClock, Meter, Reservation
 from pier.gateway.call import Caller, CallerGone, Exchange
 from pier.gateway.metrics import CallCounts, MeasuredRecord
-from pier.gateway.policy import Policy, Upstream, for_session, version_of
-from pier.gateway.providers import Directory, Provider, Target
-from pier.gateway.relay import relay
+from pier.gateway.policy import Policy, version_of
+from pier.gateway.providers import Target
+from pier.gateway.relay import decided, relay, translated
 from pier.gateway.request import BadMessage
 from pier.gateway.upstream import UpstreamFailed, Upstreams, read_answer
 from pier.record.redact import Scrubber
@@ -81,13 +79,11 @@ class ByProvider:
             return await x.fail(400, words, "invalid_request")
         if x.caller.route.dialect in self.target.provider.dialects and (x.caller.route.sse or not x.stream):
             return await relay(x, self.target, usage=self.usage)
-        from pier.gateway.relay import translated
-
         return await translated(x, self.target)
 
     async def count(self, caller: Caller, body: Body, record: CallRecord, upstreams: Upstreams) -> bytes | None:
         """The provider's own count of tokens; None if it has none."""
-        path = caller.dialect.count_path(quote(self.target.model, safe=""))
+        path = caller.dialect.count_path(self.target.model)
         login = self.target.provider.login
         if caller.route.dialect not in self.target.provider.dialects or path is None:
             return None
@@ -119,37 +115,7 @@ class ByPolicy:
         return version_of(self.policy) or version_of(self.owner)
 
     async def answer(self, x: Exchange) -> None:
-        from pier.gateway.relay import decided
-
         return await decided(x, self.policy)
-
-
-def answerer(
-    model: str,
-    given: Upstream | None,
-    directory: Directory,
-    *,
-    usage: bool = False,
-    labels: Mapping[str, str] = MappingProxyType({}),
-    by_agent: bool = False,
-) -> Answerer:
-    """Who answers for `model`: `script:PATH`, `replay:PATH`, or a model's name, at the upstream that is `given`. A name
-    that an agent chose is that of a model: files of this machine are the user's to name."""
-    upstream = for_session(given, labels)
-    scheme, _, rest = ("" if by_agent else model).partition(":")
-    if upstream is None and scheme == "script":
-        from pier.gateway.script import Script
-
-        return ByPolicy(Script.load(Path(rest)), "scripted")
-    if upstream is None and scheme == "replay":
-        from pier.gateway.replay import Replay
-
-        return Replay.load(Path(rest))
-    if isinstance(upstream, Provider):
-        return ByProvider(Target(upstream, model), usage, given)
-    if callable(upstream):
-        return ByPolicy(upstream, model, given)
-    return ByProvider(directory.target(model, upstream), usage)
 
 
 log = logging.getLogger(__name__)
@@ -280,10 +246,21 @@ class Session:
         assert task is not None
         self._calls.add(task)
         self.counts.most = max(self.counts.most, len(self._calls))
+        metrics, clock = self.gateway.metrics, CallClock()
+        token = CLOCK.set(clock)
+        metrics.open_calls += 1
         try:
-            with self.gateway.metrics.serving(self.counts):
-                return await self._serve(caller)
+            return await self._serve(caller)
+        except OSError as error:
+            if not isinstance(error, ConnectionError):
+                metrics.gaps.add()
+            raise
         finally:
+            CLOCK.reset(token)
+            metrics.open_calls -= 1
+            metrics.open_streams -= clock.streams
+            self.counts.retries += clock.retries
+            self.counts.waited += clock.waited
             self._calls.discard(task)
             self._held -= caller.held
             self._work -= caller.work

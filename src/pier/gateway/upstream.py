@@ -11,16 +11,16 @@ answers. `ClientSession` would double the processor time of a request: docs/deci
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.request import getproxies_environment, proxy_bypass
-from weakref import WeakSet
 
 from aiohttp import (
     ClientConnectorCertificateError,
@@ -30,6 +30,7 @@ from aiohttp import (
     ClientTimeout,
     ConnectionTimeoutError,
     ServerDisconnectedError,
+    SocketTimeoutError,
     StreamReader,
     TCPConnector,
 )
@@ -47,8 +48,8 @@ from pier.gateway.providers import Provider
 from pier.gateway.request import render
 from pier.record.redact import Scrubber, redacted_path
 from pier.record.writer import CallRecord
-from pier.wire.body import Body, dump, parse
-from pier.wire.contract import kind_of_status, without
+from pier.wire.body import Body, parse
+from pier.wire.contract import dump, kind_of_status, without
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Fault, classify, error_in
 from pier.wire.headers import plain_headers
@@ -65,6 +66,9 @@ _MAX_FIELD = 64 * 1024
 _READ_AHEAD = 256 * 1024
 KEPT = 60.0
 """Seconds in which an unused connection is kept."""
+_SWEEP = 10.0
+"""Seconds between two looks at what is late."""
+T = TypeVar("T")
 _ADDRESSES = 256
 """How many are kept parsed."""
 _CONNECT = ClientTimeout(total=None, sock_connect=30)
@@ -143,15 +147,37 @@ class Upstreams:
     _limiters: dict[tuple[str, str | None], Limiter] = field(default_factory=dict)
     _proxies: Mapping[str, str] = field(default_factory=dict)
     _connector: TCPConnector | None = None
-    _served: WeakSet[ResponseHandler] = field(default_factory=WeakSet)
-    """Connections that had a request before."""
+    _idle: dict[Hashable, list[tuple[Connection, float]]] = field(default_factory=dict)
+    """Kept connections by their servers, and when each had served."""
+    _waiting: dict[ResponseHandler | StreamReader, float] = field(default_factory=dict)
+    """What is waited for since when: one timer looks at all of them."""
+    _sweeping: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
         self._proxies = getproxies_environment()
         self._connector = TCPConnector(limit=0, keepalive_timeout=KEPT)
         self._place = lru_cache(_ADDRESSES)(self._find_place)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Give up those who are silent for too long, and connections that were not needed for long."""
+        now = time.monotonic()
+        for late in [each for each, since in self._waiting.items() if now - since > self.silence]:
+            late.set_exception(SocketTimeoutError("Timeout on reading data from socket"))
+        for server, kept in list(self._idle.items()):
+            while kept and now - kept[0][1] > KEPT:
+                kept.pop(0)[0].close()
+            if not kept:
+                del self._idle[server]
+        interval = max(0.01, min(_SWEEP, self.silence / 4))
+        self._sweeping = asyncio.get_running_loop().call_later(interval, self._sweep)
 
     async def close(self) -> None:
+        if self._sweeping:
+            self._sweeping.cancel()
+        for connection, _ in (each for kept in self._idle.values() for each in kept):
+            connection.close()
+        self._idle.clear()
         if self._connector:
             await self._connector.close()
             self._connector = None
@@ -163,8 +189,9 @@ class Upstreams:
         context.set_alpn_protocols(["http/1.1"])
         return context
 
-    def _find_place(self, address: str) -> tuple[ClientRequest, str]:
-        """Where to connect to for an address, as the connector wants to know it, and the first line of a request."""
+    def _find_place(self, address: str) -> tuple[ClientRequest, Hashable, str]:
+        """Where to connect to for an address, as the connector wants to know it, which requests share its connections,
+        and the first line of a request."""
         url = URL(address, encoded=True)
         proxy = self._proxies.get(url.scheme) if self._proxies else None
         if proxy is not None and proxy_bypass(url.host or ""):
@@ -172,7 +199,7 @@ class Upstreams:
         tls = self._tls if url.scheme == "https" else True
         place = ClientRequest("POST", url, proxy=URL(proxy) if proxy else None, ssl=tls)
         target = str(url) if proxy and url.scheme == "http" else url.raw_path_qs
-        return place, f"POST {target} HTTP/1.1"
+        return place, place.connection_key, f"POST {target} HTTP/1.1"
 
     async def send(self, address: str, headers: CIMultiDict[str], data: bytes) -> Answer:
         """Send a POST; the beginning of its answer. `NoAnswer` if there is none; a cancelled caller closes the
@@ -180,15 +207,15 @@ class Upstreams:
         assert self._connector is not None, "the gateway is not open"
         connection, reused = None, False
         try:
-            place, first = self._place(address)
-            connection = await self._connector.connect(place, [], _CONNECT)
+            place, server, first = self._place(address)
+            connection = self._kept(server)
+            reused = connection is not None
+            if connection is None:
+                connection = await self._connector.connect(place, [], _CONNECT)
             protocol, transport = connection.protocol, connection.transport
             assert protocol is not None and transport is not None
-            if not (reused := protocol in self._served):
-                self._served.add(protocol)
             protocol.set_response_params(
                 read_until_eof=True,
-                read_timeout=self.silence,
                 read_bufsize=_READ_AHEAD,
                 max_line_size=_MAX_FIELD,
                 max_field_size=_MAX_FIELD,
@@ -198,17 +225,43 @@ class Upstreams:
             if proof := place.headers.get("Proxy-Authorization"):
                 headers["Proxy-Authorization"] = proof
             transport.write(render(first, headers.items()) + data)
-            protocol.start_timeout()
-            message, body = await protocol.read()
+            message, body = await self.patiently(protocol, protocol.read())
             while message.code < 200:
-                message, body = await protocol.read()
+                message, body = await self.patiently(protocol, protocol.read())
         except (ClientError, HttpProcessingError, OSError, ValueError) as error:
             _abort(connection)
             raise NoAnswer(error, reused=reused) from None
         except BaseException:
             _abort(connection)
             raise
-        return Answer(connection, message, body)
+        return Answer(self, server, connection, message, body)
+
+    async def patiently(self, source: ResponseHandler | StreamReader, reading: Awaitable[T]) -> T:
+        """What `source` gives; `TimeoutError` when it is silent for too long."""
+        self._waiting[source] = time.monotonic()
+        try:
+            return await reading
+        finally:
+            del self._waiting[source]
+
+    def keep(self, server: Hashable, connection: Connection) -> None:
+        """Keep a connection whose answer was read to its end for the next request, if its server does."""
+        protocol = connection.protocol
+        if self._connector is None or protocol is None or protocol.should_close:
+            connection.close()
+        else:
+            self._idle.setdefault(server, []).append((connection, time.monotonic()))
+
+    def _kept(self, server: Hashable) -> Connection | None:
+        kept = self._idle.get(server)
+        while kept:
+            connection, since = kept.pop()
+            protocol = connection.protocol
+            alive = protocol is not None and protocol.is_connected() and not protocol.should_close
+            if alive and time.monotonic() - since <= KEPT:
+                return connection
+            connection.close()
+        return None
 
     def limiter(self, provider: Provider) -> Limiter:
         place = (provider.url, provider.key)
@@ -344,7 +397,16 @@ class NoAnswer(Exception):
 class Answer:
     """An answer that has begun. A reader who stops reading stops the provider."""
 
-    def __init__(self, connection: Connection, message: RawResponseMessage, body: StreamReader) -> None:
+    def __init__(
+        self,
+        upstreams: Upstreams,
+        server: Hashable,
+        connection: Connection,
+        message: RawResponseMessage,
+        body: StreamReader,
+    ) -> None:
+        self._upstreams = upstreams
+        self._server = server
         self._connection = connection
         self._body = body
         self._ahead = b""
@@ -381,13 +443,13 @@ class Answer:
             data, self._ahead = self._ahead, b""
             return data
         try:
-            data = await self._body.readany()
-            while self.unwrapper is not None:
+            while True:
+                data = await self._upstreams.patiently(self._body, self._body.readany())
+                if self.unwrapper is None:
+                    return data
                 found = self.unwrapper.feed(data) if data else self.unwrapper.rest()
                 if found or not data:
                     return found
-                data = await self._body.readany()
-            return data
         except ClientError as error:
             if isinstance(error, TimeoutError):
                 raise
@@ -396,7 +458,7 @@ class Answer:
     def close(self) -> None:
         """Done with it. The connection serves again if the answer was read to its end."""
         if self.ended:
-            self._connection.release()
+            self._upstreams.keep(self._server, self._connection)
         else:
             _abort(self._connection)
 
@@ -488,7 +550,7 @@ async def read_answer(answer: Answer) -> bytes:
     """All of an answer that is not streamed."""
     whole = bytearray()
     try:
-        while part := await answer.read():
+        while not answer.ended and (part := await answer.read()):
             whole += part
             if len(whole) > MAX_ANSWER:
                 raise UpstreamFailed(502, f"the provider's answer is larger than {MAX_ANSWER} bytes", "server")

@@ -160,7 +160,7 @@ def _names(task: str, digest: bytes) -> Iterator[str]:
         number = int.from_bytes(hashlib.sha256(suffix.encode() + digest).digest(), "big")
 
 
-def _variables_for(task: Task, env: Mapping[str, str]) -> dict[str, str]:
+def variables_for(task: Task, env: Mapping[str, str]) -> dict[str, str]:
     """The variables of this environment that a task wants. One that is not set and has no default is a `UsageError`."""
     found: dict[str, str] = {}
     for name, default in (row for wanted in _wanted(task) for row in wanted.items()):
@@ -175,7 +175,7 @@ def _variables_for(task: Task, env: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _ask(wanted: Mapping[str, str]) -> None:
+def ask_consent(wanted: Mapping[str, str]) -> None:
     """Ask the user whether tasks may have variables, each given with the first task that wants it. `UsageError` if
     not."""
     rows = ", ".join(f"{name} (for {task})" for name, task in sorted(wanted.items()))
@@ -335,7 +335,7 @@ def plan_job(
     first = {name: task.name for task, values in reversed([*zip(found, wanted, strict=True)]) for name in values}
     found = [replace(task, **redactor.value({"path": task.path, "git_url": task.git_url})) for task in found]
     if first and not yes:
-        _ask(first)
+        ask_consent(first)
     counted = Identity(config, env, _OUTSIDE_TRIALS)
 
     def make(key: bytes) -> Plan:
@@ -414,10 +414,18 @@ def _load(
     found: list[PlannedTask] = []
     for origin in origins:
         task = load_task(origin.path, strict=config.strict, verify=not config.verifier.disable, origin=origin)
-        variables[str(task.path)] = _variables_for(task, env)
+        variables[str(task.path)] = variables_for(task, env)
         for key in task.unknown:
             warn(f"{task.path / 'task.toml'}: {key}")
-        dataset = origin.source or (source.source if isinstance(source, JobTask) else None)
-        where = (str(task.path), dataset, origin.git_url, origin.git_commit, origin.git_path)
-        found.append(PlannedTask(task.name, task.digest, *where))
+        found.append(
+            PlannedTask(
+                name=task.name,
+                digest=task.digest,
+                path=str(task.path),
+                source=origin.source or (source.source if isinstance(source, JobTask) else None),
+                git_url=origin.git_url,
+                git_commit_id=origin.git_commit,
+                git_path=origin.git_path,
+            )
+        )
     return found

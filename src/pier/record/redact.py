@@ -23,8 +23,7 @@ _PARAMETER = re.compile(r"([?&]([^=&]+)=)[^&]*")
 
 def redacted(headers: Mapping[str, str]) -> dict[str, str]:
     """The headers with lower-case names and without what they would give away."""
-    lowered = ((name.lower(), value) for name, value in headers.items())
-    return {name: REDACTED if is_secret_name(name) else value for name, value in lowered}
+    return {name.lower(): REDACTED if is_secret_name(name) else value for name, value in headers.items()}
 
 
 @lru_cache(512)

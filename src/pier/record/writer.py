@@ -12,7 +12,6 @@ begin waits for the next. A call in which one was found keeps no token ids, whic
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from array import array as Numbers
@@ -29,6 +28,7 @@ from pier.files import Journal
 from pier.record.redact import redacted
 from pier.redact import Redactor, StreamRedactor
 from pier.wire.body import Array, Body
+from pier.wire.contract import dump
 from pier.wire.faults import Fault
 from pier.wire.turn import Usage
 
@@ -84,14 +84,13 @@ Side = Literal["upstream", "delivered", "added"]
 """From the model's side; to the agent, where that differs; to the agent, after what the model's side gave."""
 Outcome = Literal["ok", "error", "cancelled", "refused"]
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False)
 _COUNTS = tuple(Usage.__dataclass_fields__)
 _REMEMBERED = 16
 """How many arrays are known to be in the file without comparing each element."""
 _MOST_BLOBS, _MOST_LISTS = 100_000, 256
 """What is sent again after as many others is stored again."""
 _STORE_APART = 256
-"""A top-level field of at least this many characters is stored once and referred to."""
+"""A body, or a field of one, of at least this many characters is stored once and referred to."""
 
 
 class Recorder:
@@ -211,11 +210,13 @@ class Recorder:
         if isinstance(body, bytes):
             text = body.decode(errors="surrogateescape")
             return [], [text] if body else [], self.redactor.data(body) != body
+        if len(body.text) < _STORE_APART:
+            return [], [body.text], bool(self.redactor) and self.redactor.text(body.text) != body.text
         self._found = len(self._secret) > _MOST_BLOBS
         lines: list[bytes] = []
         pieces: list[Any] = []
         at = 0
-        for name, (start, end) in sorted(body.fields.items(), key=lambda item: item[1]):
+        for name, (start, end) in body.fields.items():
             array, first = body.arrays.get(name, (None, 0))
             if array and array.spans and array.separator is not None:
                 pieces.append(body.text[at:first])
@@ -422,11 +423,7 @@ class CallRecord:
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
-    """A line of the file, also of a text with half a character or invalid bytes in it."""
-    try:
-        return _ENCODER.encode(value).encode() + b"\n"
-    except UnicodeEncodeError:
-        return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+    return dump(value) + b"\n"
 
 
 def _now() -> float:

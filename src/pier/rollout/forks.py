@@ -12,7 +12,7 @@ the trunk changed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from aiohttp import ClientSession, ClientTimeout
 from pier.errors import ProviderError, SandboxError, UsageError
 from pier.figures import mean
 from pier.gateway import Gateway
-from pier.gateway.policy import Policy, Upstream, begin, checked, for_session, is_stream, version_of, whole
+from pier.gateway.policy import Policy, Upstream, begin, checked, for_session, guarded, version_of
 from pier.gateway.providers import Provider
 from pier.image.model import Image
 from pier.redact import Redactor
@@ -97,9 +97,9 @@ class _Player:
         return version_of(self._policy) or version_of(self._owner)
 
     async def answer(self, request: Request) -> Turn:
-        answer = begin(self._policy, request)
-        if not is_stream(answer):
-            return checked(await whole(answer, None), self._policy, None)
+        answer = await guarded(begin(self._policy, request), None)
+        if not isinstance(answer, AsyncIterator):
+            return checked(answer, self._policy, None)
         builder = TurnBuilder()
         async with aclosing(cast("AsyncGenerator[Delta]", answer)) as deltas:
             async for delta in deltas:

@@ -23,7 +23,6 @@ from pier.wire.contract import (
     error_text,
     fresh_id,
     join_results,
-    kind_of_status,
     need_dict,
     need_list,
     need_str,
@@ -440,6 +439,7 @@ class Anthropic(Dialect):
     client_query = re.compile("beta=true")
     answer_field = "content"
     preludes = ("message_start", "ping")
+    error_types = _KINDS
     sampling_names = _SAMPLING
     unknown_sampling = ("effort", "seed", "presence_penalty", "frequency_penalty", "logprobs", "top_logprobs")
     system_anywhere = False
@@ -513,14 +513,6 @@ class Anthropic(Dialect):
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
         content = [block for part in turn.parts if (block := render_part(part, answer=True))]
         return _message(turn.id, request, content, NATIVE[turn.stop], turn.stop_sequence, turn.usage)
-
-    def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
-        message = error_text(body)
-        inner = body.get("error") if isinstance(body, dict) else None
-        type_ = inner.get("type") if isinstance(inner, dict) else None
-        if message.startswith("prompt is too long"):
-            return message, "context_length"
-        return message, _KINDS.get(type_ or "", kind_of_status(status))
 
     def models_body(self, models: tuple[str, ...]) -> dict[str, Any]:
         first, last = (models[0], models[-1]) if models else (None, None)

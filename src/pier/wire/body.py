@@ -7,14 +7,13 @@ body of the conversation had already is compared, not read again: a turn costs w
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
-from json.decoder import WHITESPACE, JSONDecoder, scanstring  # pyright: ignore[reportAttributeAccessIssue]
+from json.decoder import WHITESPACE, JSONDecoder  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any
 
-from pier.wire.contract import BadRequest
+from pier.wire.contract import BadRequest, dump
 
 ARRAYS = frozenset({"messages", "input", "contents", "tools", "system"})
 """The top-level arrays whose elements come again in the next call."""
@@ -36,6 +35,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _scan = JSONDecoder(object_pairs_hook=_unique).scan_once  # pyright: ignore[reportAttributeAccessIssue]
+_FIELD = re.compile(r'[ \t\r\n]*("(?:[^"\\]|\\.)*+")[ \t\r\n]*:[ \t\r\n]*')
 _NAME = 256
 _AFTER = frozenset(",] \t\r\n")
 
@@ -89,14 +89,6 @@ class Body:
         return parse(text.encode(), self.known())
 
 
-def dump(value: Any) -> bytes:
-    """JSON as bytes; also of text with half a character in it, which cut-off tool outputs have."""
-    try:
-        return json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return json.dumps(value).encode()
-
-
 def count_values(raw: bytes, enough: int = MOST_VALUES) -> int:
     """About how many JSON values a body has, without parsing it: its commas and opening brackets. Those in strings
     count too unless there are more than `enough`."""
@@ -143,13 +135,12 @@ def _parse(raw: bytes, earlier: Earlier) -> Body:
     at = _skip(text, at + 1)
     while text[at] != "}":
         if fields:
-            at = _skip(text, _expect(text, at, ","))
-        if text[at] != '"':
-            raise ValueError(f"a name was expected at {at}")
-        name, at = scanstring(text, at + 1, True)
+            at = _expect(text, at, ",")
+        if (found := _FIELD.match(text, at)) is None:
+            raise ValueError(f"expected a name and a colon at {at}")
+        name, start = _scan(text, found.start(1))[0], found.end()
         if name in fields:
             raise ValueError(f"duplicate key {name!r}")
-        start = _skip(text, _expect(text, _skip(text, at), ":"))
         if name in ARRAYS and text[start] == "[":
             first = _skip(text, start + 1)
             known, count = _common(text, first, earlier.get((name, text[first : first + _NAME])))

@@ -111,7 +111,7 @@ LOCAL_FIELDS = """
 
 def _table(raw: Mapping[str, Any], name: str, other: str) -> Mapping[str, Any]:
     found = raw.get(name) or raw.get(other)
-    return found if isinstance(found, Mapping) else {}
+    return found if isinstance(found, dict) else {}
 
 
 class OpenAI(Dialect):
@@ -123,7 +123,7 @@ class OpenAI(Dialect):
 
     def read_usage(self, raw: Any) -> Usage:
         """Usage by the names of Chat or Responses, with the extras of DeepSeek (cache hits) and OpenRouter (cost)."""
-        if not isinstance(raw, Mapping):
+        if not isinstance(raw, dict):
             return Usage()
         prompt = _table(raw, "prompt_tokens_details", "input_tokens_details")
         completion = _table(raw, "completion_tokens_details", "output_tokens_details")
@@ -137,13 +137,6 @@ class OpenAI(Dialect):
             cost_usd=float(cost) if isinstance(cost, int | float) and 0 <= cost < math.inf else None,
         )
 
-    def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
-        message = error_text(body)
-        inner = body.get("error") if isinstance(body, dict) else None
-        code = inner.get("code") if isinstance(inner, dict) else None
-        too_long = code == "context_length_exceeded" or "maximum context length" in message
-        return message, "context_length" if too_long else kind_of_status(status)
-
     def models_body(self, models: tuple[str, ...]) -> dict[str, Any]:
         return {"object": "list", "data": [self.model_body(model) for model in models]}
 
@@ -151,19 +144,20 @@ class OpenAI(Dialect):
         return {"id": model, "object": "model", "created": 0, "owned_by": "pier"}
 
 
-def render_usage(usage: Usage) -> dict[str, Any] | None:
+def render_usage(usage: Usage, given: str = "prompt", sampled: str = "completion") -> dict[str, Any] | None:
+    """Usage with the names of Chat or Responses."""
     if usage.total_tokens is None:
         return None
-    body: dict[str, Any] = {
-        "prompt_tokens": usage.input_tokens or 0,
-        "completion_tokens": usage.output_tokens or 0,
+    cached = {"cached_tokens": usage.cached_tokens, "cache_write_tokens": usage.cache_write_tokens}
+    body = {
+        f"{given}_tokens": usage.input_tokens or 0,
+        f"{given}_tokens_details": compact(cached) or None,
+        f"{sampled}_tokens": usage.output_tokens or 0,
+        f"{sampled}_tokens_details": compact({"reasoning_tokens": usage.reasoning_tokens}) or None,
         "total_tokens": usage.total_tokens,
+        "cost": usage.cost_usd,
     }
-    prompt = {"cached_tokens": usage.cached_tokens, "cache_write_tokens": usage.cache_write_tokens}
-    completion = {"reasoning_tokens": usage.reasoning_tokens}
-    details = {"prompt_tokens_details": compact(prompt), "completion_tokens_details": compact(completion)}
-    body |= {name: table for name, table in details.items() if table}
-    return body if usage.cost_usd is None else {**body, "cost": usage.cost_usd}
+    return compact(body)
 
 
 def parse_tokens(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Tokens | None:
@@ -247,32 +241,27 @@ def _parse_call(call: Mapping[str, Any]) -> ToolCall:
     return ToolCall(call.get("id") or fresh_id("call_"), body["name"], text, custom=custom)
 
 
-def parse_tool(raw: Any) -> Tool:
+def parse_tool(raw: Any, namespace: str | None = None, *, flat: bool = False) -> Tool:
+    """In the format of Chat, or in that of Responses (`flat`), which has no object around a tool's fields."""
     tool = need_dict(raw, "a tool")
     kind = tool.get("type")
-    if kind == "function":
-        function = need_dict(tool.get("function"), "tools[].function")
-        return Tool(
-            need_str(function.get("name"), "tools[].function.name"),
-            function.get("description"),
-            function.get("parameters"),
-            function.get("strict"),
-        )
-    if kind == "custom" and isinstance(tool.get("custom"), dict):
-        custom = tool["custom"]
-        return Tool(need_str(custom.get("name"), "a tool's name"), custom.get("description"), kind="custom", raw=tool)
-    return Tool(str(kind), kind="hosted", raw=tool)
+    body = tool if flat else tool.get(str(kind))
+    if kind not in ("function", "custom") or (kind == "custom" and not isinstance(body, dict)):
+        return Tool(str(kind), kind="hosted", raw=tool)
+    body = need_dict(body, f"tools[].{kind}")
+    name, words = need_str(body.get("name"), f"the name of a {kind}"), body.get("description")
+    if kind == "custom":
+        return Tool(name, words, kind="custom", namespace=namespace, raw=tool)
+    return Tool(name, words, body.get("parameters"), body.get("strict"), namespace=namespace)
 
 
-def render_tool(tool: Tool) -> dict[str, Any]:
-    if tool.kind == "hosted" and tool.raw is not None:
+def render_tool(tool: Tool, *, flat: bool = False) -> dict[str, Any]:
+    custom = tool.kind == "custom"
+    if tool.raw is not None and (tool.kind == "hosted" or (custom and (flat or "custom" in tool.raw))):
         return dict(tool.raw)
-    if tool.kind == "custom":
-        if tool.raw is not None and "custom" in tool.raw:
-            return dict(tool.raw)
-        return {"type": "custom", "custom": compact({"name": tool.name, "description": tool.description})}
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.schema, "strict": tool.strict}
-    return {"type": "function", "function": compact(function)}
+    kind, body = "custom" if custom else "function", {"name": tool.name, "description": tool.description}
+    body = compact(body if custom else {**body, "parameters": tool.schema, "strict": tool.strict})
+    return {"type": kind, **(body if flat else {kind: body})}
 
 
 def parse_choice(raw: Any) -> ToolChoice | None:

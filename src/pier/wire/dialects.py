@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from functools import lru_cache
 from urllib.parse import parse_qsl
 
@@ -35,7 +36,7 @@ def rollout_in(path: str) -> str | None:
 
 
 @lru_cache(128)
-def recognise(method: str, path: str, query: str = "", headers: frozenset[str] = frozenset()) -> Route:
+def recognise(method: str, path: str, query: str = "", headers: tuple[str, ...] = ()) -> Route:
     """The route of a request, always: of the kind `unknown`, in the caller's likely dialect, when there is none.
 
     `headers` are the names of its headers in lower case. Paths are taken as clients really write them: a doubled
@@ -53,7 +54,7 @@ def recognise(method: str, path: str, query: str = "", headers: frozenset[str] =
     return next(filter(None, routes), Route(likely.name, "unknown"))
 
 
-def _likely(path: str, headers: frozenset[str]) -> Dialect:
+def _likely(path: str, headers: Collection[str]) -> Dialect:
     known = DIALECTS.values()
     found = (dialect for dialect in known if dialect.is_likely(path, headers))
     by_key = (dialect for dialect in known if dialect.key_header in headers)

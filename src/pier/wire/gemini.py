@@ -12,6 +12,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
+from urllib.parse import quote
 
 from pier.wire.chat import stream_error
 from pier.wire.contract import (
@@ -23,11 +24,10 @@ from pier.wire.contract import (
     Route,
     as_count,
     compact,
-    dumps,
+    dump,
     error_text,
     fresh_id,
     join_results,
-    kind_of_status,
     need_dict,
     need_list,
     need_str,
@@ -459,7 +459,7 @@ class GeminiRenderer(EventRenderer):
         if self._sse:
             return sse(body)
         lead, self._first = (b"[" if self._first else b",\n"), False
-        return lead + dumps(body).encode()
+        return lead + dump(body)
 
     def _tail(self) -> bytes:
         return b"" if self._sse else b"]"
@@ -559,10 +559,11 @@ class Gemini(Dialect):
         return {**extra, **compact(body)}
 
     def generate_path(self, model: str, stream: bool) -> str:
-        return f"/v1beta/models/{model}:{'streamGenerateContent?alt=sse' if stream else 'generateContent'}"
+        verb = "streamGenerateContent?alt=sse" if stream else "generateContent"
+        return f"/v1beta/models/{quote(model, safe='')}:{verb}"
 
     def count_path(self, model: str) -> str:
-        return f"/v1beta/models/{model}:countTokens"
+        return f"/v1beta/models/{quote(model, safe='')}:countTokens"
 
     def _parse_response(self, body: Mapping[str, Any]) -> Turn:
         candidates = body.get("candidates") or []
@@ -586,11 +587,6 @@ class Gemini(Dialect):
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
         return {"error": {"code": status, "message": message, "status": _STATUSES[kind]}}
-
-    def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
-        message = error_text(body)
-        too_long = "exceeds the maximum number of tokens" in message
-        return message, "context_length" if too_long else kind_of_status(status)
 
     def models_body(self, models: tuple[str, ...]) -> dict[str, Any]:
         return {"models": [self.model_body(model) for model in models]}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from json.decoder import JSONDecoder
 from typing import Any
 
-from pier.wire.body import Body, dump
-from pier.wire.contract import AnswerProgress, compact, need_dict, need_list, without
+from pier.wire.body import Body
+from pier.wire.contract import AnswerProgress, compact, dump, need_dict, need_list, without
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Failure, classify, error_in
 from pier.wire.sse import MalformedAnswer, data_of, events_of

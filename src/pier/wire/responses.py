@@ -19,8 +19,11 @@ from pier.wire.chat import (
     is_web,
     parse_choice,
     parse_format,
+    parse_tool,
     render_choice,
     render_format,
+    render_tool,
+    render_usage,
 )
 from pier.wire.contract import (
     REMOVED,
@@ -259,18 +262,10 @@ def render_item(part: Part, *, answer: bool, id_: str | None = None) -> dict[str
 
 def parse_tools(raw: Any, namespace: str | None = None) -> Iterator[Tool]:
     for value in raw or ():
-        tool = need_dict(value, "a tool")
-        kind, name, words = tool.get("type"), tool.get("name"), tool.get("description")
-        if kind not in ("function", "custom", "namespace"):
-            yield Tool(str(kind), kind="hosted", raw=tool)
-            continue
-        name = need_str(name, f"the name of a {kind}")
-        if kind == "function":
-            yield Tool(name, words, tool.get("parameters"), tool.get("strict"), namespace=namespace)
-        elif kind == "custom":
-            yield Tool(name, words, kind="custom", namespace=namespace, raw=tool)
+        if need_dict(value, "a tool").get("type") == "namespace":
+            yield from parse_tools(value.get("tools"), need_str(value.get("name"), "the name of a namespace"))
         else:
-            yield from parse_tools(tool.get("tools"), name)
+            yield parse_tool(value, namespace, flat=True)
 
 
 def render_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
@@ -278,39 +273,20 @@ def render_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
     spaces: dict[str, list[dict[str, Any]]] = {}
     for tool in tools:
         if tool.namespace is None:
-            rendered.append(_render_tool(tool))
+            rendered.append(render_tool(tool, flat=True))
             continue
         if tool.namespace not in spaces:
             spaces[tool.namespace] = []
             space = {"type": "namespace", "name": tool.namespace, "description": tool.namespace}
             rendered.append({**space, "tools": spaces[tool.namespace]})
-        spaces[tool.namespace].append(_render_tool(tool))
+        spaces[tool.namespace].append(render_tool(tool, flat=True))
     return rendered
 
 
-def _render_tool(tool: Tool) -> dict[str, Any]:
-    if tool.raw is not None and tool.kind != "function":
-        return dict(tool.raw)
-    if tool.kind == "custom":
-        return compact({"type": "custom", "name": tool.name, "description": tool.description})
-    body = {"name": tool.name, "description": tool.description, "parameters": tool.schema, "strict": tool.strict}
-    return compact({"type": "function", **body})
-
-
-def render_usage(usage: Usage) -> dict[str, Any] | None:
-    if usage.total_tokens is None:
-        return None
-    cached = {"cached_tokens": usage.cached_tokens or 0}
-    if usage.cache_write_tokens is not None:
-        cached["cache_write_tokens"] = usage.cache_write_tokens
-    body = {
-        "input_tokens": usage.input_tokens or 0,
-        "input_tokens_details": cached,
-        "output_tokens": usage.output_tokens or 0,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
-        "total_tokens": usage.total_tokens,
-    }
-    return body if usage.cost_usd is None else {**body, "cost": usage.cost_usd}
+def _usage(usage: Usage) -> dict[str, Any] | None:
+    """Clients of Responses expect all details."""
+    known = replace(usage, cached_tokens=usage.cached_tokens or 0, reasoning_tokens=usage.reasoning_tokens or 0)
+    return render_usage(known, "input", "output")
 
 
 class ResponsesParser(EventParser):
@@ -525,7 +501,7 @@ class ResponsesRenderer(EventRenderer):
 
     def _end(self, end: TurnEnd) -> bytes:
         data = self._close_message()
-        response = self._response(end.stop, render_usage(end.usage))
+        response = self._response(end.stop, _usage(end.usage))
         return data + self._event(f"response.{response['status']}", response=response)
 
     def _response(self, stop: StopReason | None, usage: dict[str, Any] | None) -> dict[str, Any]:
@@ -622,7 +598,7 @@ class Responses(OpenAI):
 
     def render_response(self, turn: Turn, request: Request) -> dict[str, Any]:
         output = list(render_output(turn.parts, answer=True))
-        return response_body(request, turn.id or fresh_id("resp_"), output, turn.stop, render_usage(turn.usage))
+        return response_body(request, turn.id or fresh_id("resp_"), output, turn.stop, _usage(turn.usage))
 
     def count_tokens_body(self, tokens: int) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": tokens}

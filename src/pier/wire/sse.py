@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pier.wire.contract import PARSE_ERRORS, BadRequest, BadResponse, Dialect, dumps, type_error_in
+from pier.wire.contract import PARSE_ERRORS, BadRequest, BadResponse, Dialect, dump, type_error_in
 from pier.wire.turn import (
     Delta,
     ErrorKind,
@@ -103,8 +103,8 @@ def _field(event: bytes, field: bytes) -> bytes | None:
 
 def sse(data: Any, event: str | None = None) -> bytes:
     """One event. JSON escapes newlines, so the data is always one line."""
-    name = f"event: {event}\n" if event else ""
-    return f"{name}data: {dumps(data)}\n\n".encode()
+    name = b"event: %b\n" % event.encode() if event else b""
+    return b"%bdata: %b\n\n" % (name, dump(data))
 
 
 class EventParser:

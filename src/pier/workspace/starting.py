@@ -205,13 +205,11 @@ async def _create(order: StartOrder, say: Say) -> Workspace:
 
 def _ask_consent(order: StartOrder, task: Task, given: Collection[str]) -> set[str]:
     """Variables of this machine go into a sandbox only if the user gave them (`given`), or agrees now. Their names."""
-    from pier.job.plan import Consent
+    from pier.job.plan import ask_consent, variables_for
 
-    consent = Consent({**os.environ, **order.env}, given=order.yes)
-    consent.note(task)
-    wanted = set(consent.values.get(str(task.path), {}))
-    if not wanted <= set(given):
-        consent.ask()
+    wanted = set(variables_for(task, {**os.environ, **order.env}))
+    if not wanted <= set(given) and not order.yes:
+        ask_consent(dict.fromkeys(wanted, task.name))
     return wanted
 
 
