@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from pier.errors import WorkspaceError
 from pier.files import write, write_json
@@ -42,7 +42,7 @@ class BackgroundCommand(BaseModel):
     started_at: datetime
     ended_at: datetime | None = None
     exit_code: int | None = None
-    pid: int | None = None
+    pid: int | None = Field(default=None, gt=1)
     """The process group on this machine."""
     lost: bool = False
 
@@ -62,6 +62,7 @@ def start(workspace: Workspace, command: Sequence[str], env: Mapping[str, str]) 
     client = [sys.executable, "-P", "-m", "pier.cli.workspace_exec", str(workspace.root), str(directory / LOG)]
     script = ["/bin/sh", "-c", _SCRIPT, str(directory), *([] if workspace.is_host else client), *command]
     with (directory / LOG).open("ab") as log:
+        os.fchmod(log.fileno(), 0o600)
         fcntl.flock(log, fcntl.LOCK_EX)
         process = subprocess.Popen(
             script, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
@@ -107,10 +108,11 @@ def _read(directory: Path) -> BackgroundCommand | None:
         info = BackgroundCommand.model_validate_json((directory / INFO).read_bytes())
     except (OSError, ValidationError):
         return None
+    is_alive = _is_alive(directory)  # before the exit code is read, which is written before the lock is gone
     with contextlib.suppress(OSError, ValueError):
         info.exit_code = int((directory / _CODE).read_text())
         info.ended_at = datetime.fromtimestamp((directory / _CODE).stat().st_mtime, UTC)
-    info.lost = info.exit_code is None and not _is_alive(directory)
+    info.lost = info.exit_code is None and not is_alive
     return info
 
 
@@ -130,16 +132,19 @@ def stop(workspace: Workspace, id: str) -> None:
     info = _read(directory)
     if info is None or info.pid is None or info.state != "running":
         return
+    code = 0
     for number in (signal.SIGTERM, signal.SIGKILL):
+        if not _is_alive(directory):
+            break
+        code = 128 + number
         with contextlib.suppress(ProcessLookupError):
             os.killpg(info.pid, number)
         deadline = time.monotonic() + _GRACE
-        while time.monotonic() < deadline:
-            if not _is_alive(directory):
-                if not (directory / _CODE).exists():
-                    write(directory / _CODE, f"{128 + number}\n", durable=False)
-                return
+        while _is_alive(directory) and time.monotonic() < deadline:
             time.sleep(0.02)
+    # Also if the lock is still held, by a process that left the group: another group may get this number.
+    if code and not (directory / _CODE).exists():
+        write(directory / _CODE, f"{code}\n", durable=False)
 
 
 def stop_all(workspace: Workspace) -> None:

@@ -93,7 +93,11 @@ class Supervisor:
                 self._log("ready")
                 self.ready.set()
                 await self._wait_for_stop()
-            await asyncio.to_thread(stop_all, self.workspace)
+            try:
+                await asyncio.to_thread(stop_all, self.workspace)
+            except (OSError, PierError) as error:  # what is in the sandbox is saved all the same
+                self.notes.append(f"commands in the background were not all stopped: {error}")
+                self._log(self.notes[-1])
             if not await self._save(live):
                 self._leave_as_it_is()
         self.live = None
