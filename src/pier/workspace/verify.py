@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from pier.redact import Redactor
 from pier.sandbox.contract import Change
 from pier.secret import secret_values
 from pier.task import Task
-from pier.trial.environment import TaskSandbox, open_environment
+from pier.trial.environment import TaskSandbox, open_environment, task_secrets
 from pier.trial.images import ImageRequest, TrialImages
 from pier.trial.plan import agent_plan
 from pier.trial.record import Clock, OutputFile, TrialRecord
@@ -34,6 +34,8 @@ from pier.workspace.live import DEFAULT_WORKDIR, LiveWorkspace, in_directory, wo
 from pier.workspace.workspace import PIER, TASK, Workspace, new_directory
 
 STDOUT = "verifier/test-stdout.txt"
+_LONGEST = 1 << 20
+"""Bytes that are shown at once, also of a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,9 @@ async def verify(
             code="no-task",
         )
     task = workspace_task(workspace, verify=True)
+    index = _step_index(task, order.step)
     directory = Path(order.trial_dir) if order.trial_dir else new_directory(workspace.trials)
-    result = await _Verification(workspace, services, order, task, directory, say, live, on_output).run()
+    result = await _Verification(workspace, services, order, task, index, directory, say, live, on_output).run()
     error = result.exception_info
     return Verification(
         str(directory),
@@ -99,15 +102,22 @@ class _ShownOutput(OutputFile):
         self._show, self._line = show, b""
 
     def _write(self, data: bytes) -> None:
+        lines = self._line + data[: self._left]
         super()._write(data)
-        lines, newline, self._line = (self._line + data).rpartition(b"\n")
-        if newline:
-            self._show(lines + newline)
+        end = lines.rfind(b"\n") + 1
+        if len(lines) - end > _LONGEST:
+            end = len(lines)
+        self._line = lines[end:]
+        self._pass_on(lines[:end])
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
-        if self._line:
-            self._show(self._line)
+        self._pass_on(self._line)
+
+    def _pass_on(self, data: bytes) -> None:
+        with suppress(OSError):  # who reads this decides nothing
+            for at in range(0, len(data), _LONGEST):
+                self._show(data[at : at + _LONGEST])
 
 
 class _ShownRecord(TrialRecord):
@@ -140,24 +150,24 @@ class _Verification(TrialRun):
         services: TrialServices,
         order: VerifyOrder,
         task: Task,
+        index: int,
         directory: Path,
         say: Callable[[str], None],
         live: LiveWorkspace | None,
         show: Callable[[bytes], None] | None,
     ) -> None:
-        self.workspace, self.order, self.task, self.live = workspace, order, task, live
-        self.index = _step_index(task, order.step)
+        self.workspace, self.order, self.task, self.index, self.live = workspace, order, task, index, live
         config, environ = workspace.config, services.environ
         agent = config.agents[0] if config.agents else "nop"
         if order.agent and (order.session_dir or workspace.session(order.session, order.agent)):
             agent = order.agent
-        own = [*secret_values(workspace.environment(), environ, given=True)]
+        own = [*secret_values(workspace.environment(), environ, given=True), *task_secrets(task, environ)]
         if live is None:
             from pier.workspace.capture import known_secrets
 
             own += known_secrets(environ, workspace)
         step = replace(
-            task, steps=(task.steps[self.index],), config=task.config.model_copy(update={"steps": None})
+            task, steps=(task.steps[index],), config=task.config.model_copy(update={"steps": None})
         )  # the result is that of one step
         choice = SandboxChoice(backend=config.backend, image=config.image)
         spec = TrialSpec(
