@@ -27,11 +27,11 @@ JOB_PATH = click.option(
     "--job-path",
     type=JobPath(),
     hidden=True,
-    is_eager=True,
     expose_value=False,
     callback=lambda ctx, param, value: ctx.meta.__setitem__(_JOB_PATH, value),
 )
-"""Harbor's spelling of the argument."""
+"""Harbor's spelling of the argument. Click handles options that are given before arguments, and eager ones
+(`JOBS_DIR`) before both."""
 
 
 def _again(function: Any) -> Any:
