@@ -68,13 +68,15 @@ class EmptyModelResponseError(InvalidModelResponseError):
 class OverlongPromptError(PierError):
     """The prompt does not fit; raised by a hook, it ends the rollout as `prompt_too_long`."""
 
-    blame, code = "agent", "prompt_too_long"
+    blame = "agent"
+    code = "prompt_too_long"
 
 
 class ToolError(PierError):
     """A tool of the agent failed; hooks raise it."""
 
-    blame, code = "agent", "tool"
+    blame = "agent"
+    code = "tool"
 
 
 class ToolParseError(ToolError):
