@@ -46,15 +46,15 @@ class Scrubbing:
         self.found: Counter[str] = Counter()
 
     def __call__(self, data: bytes) -> bytes:
-        for kind, form in _FORMS.items():
-            data, count = form.subn(_MARK, data)
-            if count:
-                self.found[kind] += count
-        if self._redactor:
+        if self._redactor:  # first: only a part of a known secret may have one of the forms
             before = data.count(_MARK)
             data = self._redactor.data(data)
             if more := data.count(_MARK) - before:
                 self.found[self._named] += more
+        for kind, form in _FORMS.items():
+            data, count = form.subn(_MARK, data)
+            if count:
+                self.found[kind] += count
         return data
 
     def parts(self, stream: IO[bytes]) -> Iterator[bytes]:
