@@ -170,6 +170,10 @@ def test_two_commands_at_once_and_commands_in_the_background(tmp_path: Path) -> 
     assert "page.txt" in ask("exec", "--logs", "1", cwd=ws)
     ask("exec", "--stop", "1", cwd=ws)
     assert "exited" in ask("exec", "--list", cwd=ws)
+    ask("exec", "-d", "--", "sh", "-c", "trap 'exit 6' TERM; touch ready; while :; do sleep 0.05; done", cwd=ws)
+    ask("exec", "sh", "-c", "until [ -e ready ]; do sleep 0.05; done", cwd=ws)
+    ask("exec", "--stop", "2", cwd=ws)
+    assert "exited 6" in ask("exec", "--list", cwd=ws)
     assert "unknown background command" in pier("exec", "--logs", "9", cwd=ws, image=None, code=2).stderr
     start("--ports", f"{other}:8000", cwd=ws)
     assert Workspace.open(ws).config.ports == [f"{other}:8000"]

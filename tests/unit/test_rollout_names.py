@@ -142,6 +142,8 @@ def test_datasets_are_built_when_they_are_needed() -> None:
     assert env.dataset is None and env.eval_dataset is None and not built
     dataset = env.build_dataset()
     assert dataset is not None and env.dataset is dataset and env.build_eval_dataset() is None and built == [1]
+    env.eval_dataset = [{"question": "assigned"}]
+    assert env.get_eval_dataset()[0]["prompt"][-1]["content"] == "assigned"
     assert env.compute_sandbox_timeout_minutes() == 7
     env.set_kwargs(max_seq_len=8, score_rollouts=False)
     assert (env.max_seq_len, env.score_rollouts, env.requires_group_rollouts) == (8, False, False)

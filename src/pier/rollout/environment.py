@@ -113,9 +113,17 @@ class RolloutEnvironment(ABC):
     def dataset(self) -> RolloutDataset | None:
         return self._built.get("train")
 
+    @dataset.setter
+    def dataset(self, rows: Any) -> None:
+        self._built["train"] = with_prompts(as_dataset(rows), self.system_prompt, self.few_shot)
+
     @property
     def eval_dataset(self) -> RolloutDataset | None:
         return self._built.get("eval")
+
+    @eval_dataset.setter
+    def eval_dataset(self, rows: Any) -> None:
+        self._built["eval"] = with_prompts(as_dataset(rows), self.system_prompt, self.few_shot)
 
     def build_dataset(self) -> RolloutDataset | None:
         return self._build("train")

@@ -30,7 +30,7 @@ from pier.workspace.workspace import Workspace
 
 LOG, INFO = "output.log", "info.json"
 _CODE = "exit-code"
-_SCRIPT = f'"$@"; echo $? >"$0/{_CODE}"'
+_SCRIPT = f'trap : TERM; "$@"; echo $? >"$0/{_CODE}"'
 _GRACE = 10.0
 
 
@@ -86,13 +86,13 @@ def _new_directory(workspace: Workspace) -> Path:
 
 
 def _numbers(home: Path) -> list[int]:
-    return sorted(int(path.name) for path in home.iterdir() if path.name.isdigit()) if home.is_dir() else []
+    return sorted(int(path.name) for path in home.iterdir() if path.name.isdecimal()) if home.is_dir() else []
 
 
 def find(workspace: Workspace, id: str) -> Path:
     """The directory of a command in the background."""
     directory = workspace.background / id
-    if not id.isdigit() or not directory.is_dir():
+    if not id.isdecimal() or not directory.is_dir():
         raise WorkspaceError(f"unknown background command {id!r}", hint="pier exec --list", code="no-command")
     return directory
 
