@@ -5,8 +5,8 @@ first content of a stream) are met here with further attempts, so that agents ne
 is never asked for twice. A kept connection that the provider had given up in the meantime is not a fault: the request
 is repeated at once on another one.
 
-aiohttp's connector makes and keeps the connections (names, TLS, proxies of the environment) and its parser reads the
-answers. `ClientSession` would double the processor time of a request: docs/decisions/gateway-http.md.
+aiohttp's connector makes the connections (names, TLS, proxies of the environment) and its parser reads the answers.
+`ClientSession` would double the processor time of a request: docs/decisions/gateway-http.md.
 """
 
 from __future__ import annotations
@@ -245,10 +245,13 @@ class Upstreams:
             del self._waiting[source]
 
     def keep(self, server: Hashable, connection: Connection) -> None:
-        """Keep a connection whose answer was read to its end for the next request, if its server does."""
-        protocol = connection.protocol
-        if self._connector is None or protocol is None or protocol.should_close:
+        """Keep a connection whose answer was read to its end for the next request, if its server does, and has taken
+        the whole request: the rest would hold up the next one."""
+        protocol, transport = connection.protocol, connection.transport
+        if self._connector is None or protocol is None or transport is None or protocol.should_close:
             connection.close()
+        elif transport.get_write_buffer_size():
+            _abort(connection)
         else:
             self._idle.setdefault(server, []).append((connection, time.monotonic()))
 
