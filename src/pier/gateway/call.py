@@ -267,7 +267,7 @@ class Exchange:
         await self.record.recorder.commit()
 
     def heard(self, data: bytes, dialect: Dialect) -> None:
-        """Note a part of the provider's stream, in case that the agent leaves before the usage comes."""
+        """Note a part of the model's stream, in case that the agent leaves before the usage comes."""
         if self.turn.counts_tokens:
             self._dialect = dialect
             self._heard.append(data)

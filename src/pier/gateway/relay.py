@@ -334,6 +334,8 @@ async def _render(x: Exchange, deltas: AsyncIterator[Delta]) -> None:
             x.start()
         if data := x.renderer.render(delta):
             x.record.chunk("delivered", data)
+            if x.target is None:
+                x.heard(data, x.caller.dialect)
         whole.add(delta)
         if isinstance(delta, TurnEnd):
             x.usage, x.answer = delta.usage, whole.turn() if x.collects else None
