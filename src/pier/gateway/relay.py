@@ -69,7 +69,7 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
 async def _whole(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, keeps_tokens: bool) -> None:
     raw = await _recorded_answer(x, answer, scrub)
     try:
-        value = json.loads(raw.decode())
+        value = json.loads(raw)
     except ValueError:
         value = None
     if not isinstance(value, dict):
