@@ -49,7 +49,7 @@ from pier.gateway.request import render
 from pier.record.redact import Scrubber, redacted_path
 from pier.record.writer import CallRecord
 from pier.wire.body import Body, parse
-from pier.wire.contract import dump, kind_of_status, without
+from pier.wire.contract import dump, kind_of_status
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Fault, classify, error_in
 from pier.wire.headers import plain_headers
@@ -121,12 +121,12 @@ class Outgoing:
         if failed.fault == "agent" or failed.source is None:
             return None
         dialect, body, data = DIALECTS[self.dialect], self.body, self.data
-        optional = dialect.optional_fields(value := json.loads(data))
+        optional = dict.fromkeys(dialect.optional_fields(value := json.loads(data)))  # an agent may send very many
         asks_for_features = self.query or optional or any(map(dialect.is_client_header, self.headers))
         if failed.source == "api" and not asks_for_features:
             return None
         if optional:
-            body = parse(data := dump(without(value, *optional)))
+            body = parse(data := dump({name: each for name, each in value.items() if name not in optional}))
         headers = plain_headers(dialect)
         if self.provider.login and (name := CIMultiDict(self.headers).get("User-Agent")):
             headers["User-Agent"] = name
