@@ -69,7 +69,7 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
 async def _whole(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, keeps_tokens: bool) -> None:
     raw = await _recorded_answer(x, answer, scrub)
     try:
-        value = json.loads(raw.decode())
+        value = json.loads(raw)
     except ValueError:
         value = None
     if not isinstance(value, dict):
@@ -334,6 +334,8 @@ async def _render(x: Exchange, deltas: AsyncIterator[Delta]) -> None:
             x.start()
         if data := x.renderer.render(delta):
             x.record.chunk("delivered", data)
+            if x.target is None:
+                x.heard(data, x.caller.dialect)
         whole.add(delta)
         if isinstance(delta, TurnEnd):
             x.usage, x.answer = delta.usage, whole.turn() if x.collects else None

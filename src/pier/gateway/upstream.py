@@ -5,8 +5,8 @@ first content of a stream) are met here with further attempts, so that agents ne
 is never asked for twice. A kept connection that the provider had given up in the meantime is not a fault: the request
 is repeated at once on another one.
 
-aiohttp's connector makes and keeps the connections (names, TLS, proxies of the environment) and its parser reads the
-answers. `ClientSession` would double the processor time of a request: docs/decisions/gateway-http.md.
+aiohttp's connector makes the connections (names, TLS, proxies of the environment) and its parser reads the answers.
+`ClientSession` would double the processor time of a request: docs/decisions/gateway-http.md.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from pier.gateway.request import render
 from pier.record.redact import Scrubber, redacted_path
 from pier.record.writer import CallRecord
 from pier.wire.body import Body, parse
-from pier.wire.contract import dump, kind_of_status, without
+from pier.wire.contract import dump, kind_of_status
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Fault, classify, error_in
 from pier.wire.headers import plain_headers
@@ -121,12 +121,12 @@ class Outgoing:
         if failed.fault == "agent" or failed.source is None:
             return None
         dialect, body, data = DIALECTS[self.dialect], self.body, self.data
-        optional = dialect.optional_fields(value := json.loads(data))
+        optional = dict.fromkeys(dialect.optional_fields(value := json.loads(data)))  # an agent may send very many
         asks_for_features = self.query or optional or any(map(dialect.is_client_header, self.headers))
         if failed.source == "api" and not asks_for_features:
             return None
         if optional:
-            body = parse(data := dump(without(value, *optional)))
+            body = parse(data := dump({name: each for name, each in value.items() if name not in optional}))
         headers = plain_headers(dialect)
         if self.provider.login and (name := CIMultiDict(self.headers).get("User-Agent")):
             headers["User-Agent"] = name
@@ -245,10 +245,13 @@ class Upstreams:
             del self._waiting[source]
 
     def keep(self, server: Hashable, connection: Connection) -> None:
-        """Keep a connection whose answer was read to its end for the next request, if its server does."""
-        protocol = connection.protocol
-        if self._connector is None or protocol is None or protocol.should_close:
+        """Keep a connection whose answer was read to its end for the next request, if its server does, and has taken
+        the whole request: the rest would hold up the next one."""
+        protocol, transport = connection.protocol, connection.transport
+        if self._connector is None or protocol is None or transport is None or protocol.should_close:
             connection.close()
+        elif transport.get_write_buffer_size():
+            _abort(connection)
         else:
             self._idle.setdefault(server, []).append((connection, time.monotonic()))
 

@@ -74,7 +74,7 @@ class RecordedAttempt:
     url: str
     model: str | None = None
     dropped: tuple[str, ...] = ()
-    """The names of the agent's headers that were not sent there."""
+    """The names of the agent's headers and fields that were not sent there."""
     answer: RecordedAnswer | None = None
     error: str | None = None
     wait: float | None = None

@@ -303,7 +303,7 @@ def _steering(kept: Tree, judged: dict[str, Entry], searched: set[str]) -> Itera
         if (known := is_read_by_itself(path)) is not None:
             yield Note(known[0], known[1], path)
         elif may_configure(path) and entry.kind == "file":
-            left -= entry.size
+            left -= min(entry.size, _CONFIG_LIMIT)
             if left < 0:
                 yield Note("runner", "it may configure a test runner", path)
             elif _configures(kept, entry):

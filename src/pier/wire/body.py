@@ -35,7 +35,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _scan = JSONDecoder(object_pairs_hook=_unique).scan_once  # pyright: ignore[reportAttributeAccessIssue]
-_FIELD = re.compile(r'[ \t\r\n]*("(?:[^"\\]|\\.)*+")[ \t\r\n]*:[ \t\r\n]*')
+_FIELD = re.compile(r'[ \t\r\n]*("[^"\\]*+(?:\\.[^"\\]*+)*+")[ \t\r\n]*:[ \t\r\n]*')
 _NAME = 256
 _AFTER = frozenset(",] \t\r\n")
 

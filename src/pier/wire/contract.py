@@ -98,8 +98,10 @@ _OF_SERVICE = frozenset(
         *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "cache_salt"),
     }
 )
-"""Fields that say how a request is served or filed, but for those that say where its data may go (`provider`, `store`,
-`inference_geo`)."""
+"""Fields that say how a request is served or filed."""
+_KEPT = frozenset({"provider", "store", "inference_geo", "mcp_servers", "container"})
+"""Fields that are sent in any dialect: they say where data may go, or tools refer to them, and a provider would blame
+the request for their lack."""
 
 
 class Dialect:
@@ -311,8 +313,8 @@ class Dialect:
 
     def optional_fields(self, body: Mapping[str, Any]) -> list[str]:
         """The fields of a request without which it still asks for the same: those that say how it is served or filed,
-        and those that the dialect does not know."""
-        known = set(self.local_fields.split()) - _OF_SERVICE
+        and those that the dialect does not know. What tools or the place of data depend on stays."""
+        known = (set(self.local_fields.split()) | _KEPT) - _OF_SERVICE
         return [name for name in body if name not in known]
 
     file_places: tuple[str, ...] = ()
