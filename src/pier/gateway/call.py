@@ -261,7 +261,8 @@ class Exchange:
         provider, model = (self.target.provider.name, self.target.model) if self.target else ("", None)
         if self.turn.spent:
             self.turn.add(self.usage, cost_of(self.usage, model, provider))
-        if outcome == "cancelled" and self.turn.counts_tokens and (self.turn.spent or self.record.is_asked):
+        given_up = outcome in ("cancelled", "refused") and (self.turn.spent or self.record.is_asked)
+        if given_up and self.turn.counts_tokens:
             self._guess_use(model, provider)
         self.record.end(outcome, status, error=error, usage=self.usage, fault=fault)
         await self.record.recorder.commit()
@@ -279,7 +280,8 @@ class Exchange:
             whole.extend(self._dialect.stream_parser().feed(b"".join(self._heard)))
         known = self.usage or Usage()
         asked = known.input_tokens or len(_ENCODED.sub("", self.body.text)) // 4
-        answered = max(known.output_tokens or 0, sum(len(str(part)) for part in whole.turn().parts) // 4)
+        parts = (getattr(part, "text", "") or getattr(part, "arguments", "") for part in whole.turn().parts)
+        answered = max(known.output_tokens or 0, sum(map(len, parts)) // 4)
         cost = cost_of(replace(known, input_tokens=asked, output_tokens=answered), model, provider) or 0.0
         more = max(0.0, cost - (cost_of(self.usage, model, provider) or 0.0))
         self.turn.guess(asked - (known.input_tokens or 0), answered - (known.output_tokens or 0), more)

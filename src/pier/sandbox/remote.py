@@ -154,10 +154,12 @@ async def attend(
             if kind in (STDIN, STDIN_END):
                 await unread.put(payload if kind == STDIN else None)
             elif kind == SIGNAL and len(payload) == 1:
-                await process.signal(payload[0])
+                with contextlib.suppress(PierError):  # an unknown signal
+                    await process.signal(payload[0])
             elif kind == RESIZE and len(payload) == 4:
                 rows, columns = struct.unpack("!HH", payload)
-                await process.resize(rows, columns)
+                with contextlib.suppress(PierError):
+                    await process.resize(rows, columns)
                 if on_resize is not None:
                     on_resize(rows, columns)
         await process.kill()
