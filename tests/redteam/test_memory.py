@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -221,7 +222,8 @@ async def test_a_page_takes_a_bounded_amount_of_memory(tmp_path: Path) -> None:
     record_calls(trial / "agent" / "recording.jsonl", one_history_many_times())
     write_file(trial / "verifier" / "ctrf.json", b'{"results": {"tests": [' + b"{}," * 20_000_000 + b"{}]}}")
     command = [sys.executable, "-c", VIEWER, tmp_path, trial.name]
-    viewer = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    viewer = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=env)
     added, n_calls, cards, tests = json.loads((await viewer.communicate())[0])
     assert added < 640, added
     assert n_calls == 1_200 and cards == [] and tests == [[]]

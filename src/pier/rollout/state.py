@@ -153,8 +153,11 @@ class ToolMessage(_OfRole):
     _role = "tool"
 
 
-class ToolCall(AttributeDict):
-    """`id`, `name` and `arguments`, which is JSON text."""
+class CalledTool(AttributeDict):
+    """`vf.ToolCall`: `id`, `name` and `arguments`, which is JSON text."""
+
+
+ToolCall = CalledTool
 
 
 class Response(AttributeDict):
@@ -189,10 +192,10 @@ def _as_message(raw: Any) -> ChatMessage:
     return message
 
 
-def _as_call(raw: Any) -> ToolCall:
+def _as_call(raw: Any) -> CalledTool:
     call = dict(raw) if isinstance(raw, Mapping) else raw.model_dump()
     said = call.get("function") or call.get("custom") or call
-    return ToolCall(id=call.get("id"), name=said["name"], arguments=said.get("arguments", said.get("input", "")))
+    return CalledTool(id=call.get("id"), name=said["name"], arguments=said.get("arguments", said.get("input", "")))
 
 
 class State(dict[str, Any]):
