@@ -86,6 +86,13 @@ _FIELDS = (
 )
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 _PROSE = ("text", "refusal", "thinking", "content", "annotations")
+_MESSAGE_FIELDS = frozenset(
+    {
+        *("role", "name", "content", "refusal", "tool_calls", "tool_call_id", "function_call", "annotations"),
+        *("reasoning", "reasoning_content", "reasoning_details", "thinking", "thinking_blocks"),
+    }
+)
+"""Fields of messages that hold what was said, which may be a link."""
 _CONTENT = AnswerProgress(content=True)
 _ERROR_TYPES: dict[ErrorKind, tuple[str, str | None]] = {
     "invalid_request": ("invalid_request_error", None),
@@ -523,7 +530,8 @@ class Chat(OpenAI):
     path = "/v1/chat/completions"
     client_headers = """
         openai-beta http-referer x-title x-openrouter-* x-session-affinity x-parent-session-id agent-session-id
-        x-initiator x-interaction-type x-dashscope-* x-msh-* x-grok-*
+        x-initiator x-interaction-type x-dashscope-cachecontrol x-dashscope-useragent x-dashscope-authtype x-msh-*
+        x-grok-*
     """
     client_query = re.compile(r"api-version=[\w.-]{1,32}")
     routes = (
@@ -542,6 +550,8 @@ class Chat(OpenAI):
         service_tier prompt_cache_key prompt_cache_retention provider transforms usage options keep_alive
     """
     file_places = ("messages",)
+    untyped_tool = "function"
+    tool_fields = "type function custom strict cache_control"
 
     def with_sampling(self, body: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
         changed = super().with_sampling(body, sampling)
@@ -636,8 +646,9 @@ class Chat(OpenAI):
         links = (value for key, value in named.items() if key.endswith("_url"))
         urls = (link.get("url") if isinstance(link, dict) else link for link in links)
         is_message = "role" in part and "type" not in part
-        linked = has_link(file) or (not is_message and has_link(part))
-        away = linked or any(is_web(url) for url in urls) or (isinstance(file, dict) and file.get("file_id"))
+        fields = {key: value for key, value in part.items() if not (is_message and key in _MESSAGE_FIELDS)}
+        linked = has_link(file) or has_link(fields)
+        away = linked or any(is_web(url) for url in urls) or named.get("file_id")
         return {"type": "text", "text": REMOVED} if away else None
 
 
