@@ -213,7 +213,7 @@ class Identity:
         self._env = env
         self._redactor = Redactor(job_secrets(asked | {"agents": agents}, env))
         self._settings = {name: value for name, value in asked.items() if name not in not_counted}
-        self._agents = [{**agent, **_files_of(agent)} for agent in agents]
+        self._agents = [{**agent, **_files_of(agent, env)} for agent in agents]
 
     def agents(self, key: bytes) -> list[dict[str, Any]]:
         return [self._keyed(agent, key) for agent in self._agents]
@@ -241,15 +241,17 @@ class Identity:
         return map_texts(value, keyed)
 
 
-def _files_of(agent: dict[str, Any]) -> dict[str, Any]:
+def _files_of(agent: dict[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
     """Digests of the files that an agent's model and options name, and of the file of a custom agent."""
     found: dict[str, Any] = {}
-    model = str(agent.get("model_name"))
+    model = str(_filled(agent.get("model_name"), env))
     for prefix in _FILE_MODELS:
-        if model.startswith(prefix) and (digest := _digest(model.removeprefix(prefix), tree=False)):
+        if model.startswith(prefix) and (digest := _digest(model.removeprefix(prefix), tree=True)):
             found["model_name"] = prefix + digest
     options: dict[str, Any] = agent.get("kwargs") or {}
-    known = {name: _digest(value, tree=_TREES.search(name) is not None) for name, value in options.items()}
+    known = {
+        name: _digest(_filled(value, env), tree=_TREES.search(name) is not None) for name, value in options.items()
+    }
     if any(known.values()):
         found["kwargs"] = {name: {"content": known[name]} if known[name] else options[name] for name in options}
     if agent.get("import_path"):
@@ -257,17 +259,25 @@ def _files_of(agent: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _filled(value: Any, env: Mapping[str, str]) -> Any:
+    """A value with its template filled, if that can be done now."""
+    try:
+        return fill(value, env)
+    except UsageError:
+        return value
+
+
 def _digest(value: Any, *, tree: bool) -> str | None:
     """The digest of the file or, with `tree`, of the directory that an option names; None if it names none."""
     if not isinstance(value, str) or not value or "\n" in value or "\0" in value:
         return None
-    path = Path(value).expanduser()
     try:
+        path = Path(value).expanduser()
         if path.is_file():
             with path.open("rb") as stream:
                 return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
         return tree_digest(path) if tree and path.is_dir() else None
-    except OSError:
+    except (OSError, RuntimeError):  # a text such as "~about" names no user's directory
         return None
 
 
