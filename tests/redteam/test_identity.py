@@ -87,6 +87,21 @@ def test_the_content_of_files_counts_however_they_are_named(tasks: Path, tmp_pat
     assert all(before != after for before, after in zip(*found, strict=True))
 
 
+@route("identity", "a file in a list or table of options, or a file that is mounted, is changed", "other work")
+def test_the_content_of_files_counts_wherever_they_are_named(tasks: Path, tmp_path: Path) -> None:
+    given = tmp_path / "rules.md"
+    given.write_text("one")
+    mounts = {"mounts": [{"type": "bind", "source": str(given), "target": "/rules.md"}]}
+    agents = [option("files", [str(given)]), option("settings", {"rules": [{"path": str(given)}]})]
+
+    def found() -> list[tuple[str, ...]]:
+        return [*(ids(tasks, agent) for agent in agents), ids(tasks, environment=mounts)]
+
+    before = found()
+    given.write_text("two")
+    assert all(was != now for was, now in zip(before, found(), strict=True))
+
+
 def test_a_text_that_looks_like_a_home_directory_is_a_text(tasks: Path) -> None:
     assert ids(tasks, option("note", "~about 5 minutes")) != ids(tasks, option("note", "~about 6 minutes"))
 

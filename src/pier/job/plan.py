@@ -200,7 +200,7 @@ KEY = ".identity"
 """The file of a job that holds its key."""
 
 _FILE_MODELS = ("script:", "replay:")
-_TREES = re.compile(r"skill|template|prompt|config|script|mount")
+_TREES = re.compile(r"skill|template|prompt|config|script|mount|plugin|rule|hook|extension")
 """Options with such names may name a directory whose content counts."""
 
 
@@ -213,6 +213,9 @@ class Identity:
         self._env = env
         self._redactor = Redactor(job_secrets(asked | {"agents": agents}, env))
         self._settings = {name: value for name, value in asked.items() if name not in not_counted}
+        for mount in asked.get("environment", {}).get("mounts", ()):
+            if digest := _digest(_filled(mount.get("source"), env), tree=False):
+                mount["source"] = {"content": digest}
         self._agents = [{**agent, **_files_of(agent, env)} for agent in agents]
 
     def agents(self, key: bytes) -> list[dict[str, Any]]:
@@ -248,15 +251,21 @@ def _files_of(agent: dict[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
     for prefix in _FILE_MODELS:
         if model.startswith(prefix) and (digest := _digest(model.removeprefix(prefix), tree=True)):
             found["model_name"] = prefix + digest
-    options: dict[str, Any] = agent.get("kwargs") or {}
-    known = {
-        name: _digest(_filled(value, env), tree=_TREES.search(name) is not None) for name, value in options.items()
-    }
-    if any(known.values()):
-        found["kwargs"] = {name: {"content": known[name]} if known[name] else options[name] for name in options}
+    if options := agent.get("kwargs"):
+        found["kwargs"] = _with_contents("", options, env)
     if agent.get("import_path"):
         found["code"] = _code_of(str(agent["import_path"]))
     return found
+
+
+def _with_contents(name: str, value: Any, env: Mapping[str, str]) -> Any:
+    """An option with digests in place of the files that it names, however deep they are."""
+    if isinstance(value, dict):
+        return {key: _with_contents(f"{name}.{key}", each, env) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_contents(name, each, env) for each in value]
+    digest = _digest(_filled(value, env), tree=_TREES.search(name) is not None)
+    return {"content": digest} if digest else value
 
 
 def _filled(value: Any, env: Mapping[str, str]) -> Any:
