@@ -86,13 +86,6 @@ _FIELDS = (
 )
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 _PROSE = ("text", "refusal", "thinking", "content", "annotations")
-_MESSAGE_FIELDS = frozenset(
-    {
-        *("role", "name", "content", "refusal", "tool_calls", "tool_call_id", "function_call", "annotations"),
-        *("reasoning", "reasoning_content", "reasoning_details", "thinking", "thinking_blocks"),
-    }
-)
-"""Fields of messages that hold what was said, which may be a link."""
 _CONTENT = AnswerProgress(content=True)
 _ERROR_TYPES: dict[ErrorKind, tuple[str, str | None]] = {
     "invalid_request": ("invalid_request_error", None),
@@ -641,13 +634,13 @@ class Chat(OpenAI):
 
     def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
         """Servers fetch pictures, sounds and films alike: what is called `..._url`, and any other link in a part."""
+        part = {name.lower(): value for name, value in part.items()}  # as servers written in Go read it
         file = part.get("file")
         named = {**part, **file} if isinstance(file, dict) else part
         links = (value for key, value in named.items() if key.endswith("_url"))
         urls = (link.get("url") if isinstance(link, dict) else link for link in links)
         is_message = "role" in part and "type" not in part
-        fields = {key: value for key, value in part.items() if not (is_message and key in _MESSAGE_FIELDS)}
-        linked = has_link(file) or has_link(fields)
+        linked = has_link(file) or (not is_message and has_link(part))
         away = linked or any(is_web(url) for url in urls) or named.get("file_id")
         return {"type": "text", "text": REMOVED} if away else None
 

@@ -334,14 +334,14 @@ class Dialect:
     untyped_tool = ""
     """The field by which a tool without a type is a function. Some servers have hosted tools without a type too."""
     tool_fields = ""
-    """The fields of functions and tools that take free text; some servers take others for hosted tools."""
+    """The fields of functions and tools that take free text, if others may stand for hosted tools; else empty."""
 
     def close_tool(self, tool: dict[str, Any], removed: list[str]) -> dict[str, Any] | None:
         """A tool without what runs at the provider, whose names go to `removed`; None if nothing is left of it."""
         kind = "function" if isinstance(tool.get(self.untyped_tool), dict) else ", ".join(tool)[:200]
         kind = str(tool["type"]) if tool.get("type") is not None else kind
         if kind in ("function", "custom") and (tool.get("type") is None or self.local_tools.fullmatch(kind)):
-            known = self.tool_fields.split()
+            known = self.tool_fields.split() or list(tool)
             removed.extend(f"field {name}" for name in tool if name not in known)
             return {name: value for name, value in tool.items() if name in known}
         place = tool.get("environment")
