@@ -294,6 +294,8 @@ HOSTED: dict[str, list[dict[str, Any]]] = {
         {"url_context": {}},
         {"type": None, "codeExecution": {}},
         {"type": "", "web_search": {}},
+        {"function": "web_search"},
+        {"custom": {}},
         {"name": "web_search"},
     ],
     "responses": [
