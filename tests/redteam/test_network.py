@@ -185,11 +185,9 @@ def hello(name: bytes, behind: bytes = b"") -> bytes:
 )
 @pytest.mark.parametrize("name", [b"allowed.test.", b"allowed.test:443", b"\xadallowed.test", b"\xaallowed.test"])
 def test_tls_with_a_name_that_is_almost_the_same(name: bytes) -> None:
-    assert Sniffer("allowed.test").feed(hello(b"Allowed.test")) and Sniffer("aallowed.test").feed(
-        hello(b"aallowed.test")
-    )
+    assert Sniffer("allowed.test").feed(hello(b"Allowed.test"))
     with pytest.raises(Disagreement):
-        Sniffer("aallowed.test" if name.startswith(b"\xaa") else "allowed.test").feed(hello(name))
+        Sniffer("allowed.test").feed(hello(name))
 
 
 def test_a_tls_hello_is_read_to_its_end() -> None:
