@@ -97,8 +97,9 @@ def test_the_content_of_files_counts_wherever_they_are_named(tasks: Path, tmp_pa
     def found() -> list[tuple[str, ...]]:
         return [*(ids(tasks, agent) for agent in agents), ids(tasks, environment=mounts)]
 
-    before = found()
+    before, words = found(), ids(tasks, option("command", ["cat", str(given)]))
     given.write_text("two")
+    assert words == ids(tasks, option("command", ["cat", str(given)])), "a path inside the sandbox"
     assert all(was != now for was, now in zip(before, found(), strict=True))
 
 

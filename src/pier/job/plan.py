@@ -202,6 +202,7 @@ KEY = ".identity"
 _FILE_MODELS = ("script:", "replay:")
 _TREES = re.compile(r"skill|template|prompt|config|script|mount|plugin|rule|hook|extension")
 """Options with such names may name a directory whose content counts."""
+_FILES = re.compile(f"{_TREES.pattern}|file|path")
 
 
 class Identity:
@@ -252,18 +253,21 @@ def _files_of(agent: dict[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
         if model.startswith(prefix) and (digest := _digest(model.removeprefix(prefix), tree=True)):
             found["model_name"] = prefix + digest
     if options := agent.get("kwargs"):
-        found["kwargs"] = _with_contents("", options, env)
+        found["kwargs"] = {name: _with_contents(name, value, env) for name, value in options.items()}
     if agent.get("import_path"):
         found["code"] = _code_of(str(agent["import_path"]))
     return found
 
 
 def _with_contents(name: str, value: Any, env: Mapping[str, str]) -> Any:
-    """An option with digests in place of the files that it names, however deep they are."""
+    """An option with digests in place of the files that it names. The words in a list or a table may be anything, such
+    as paths inside a sandbox, so that only those of such a name as files have are looked up."""
     if isinstance(value, dict):
         return {key: _with_contents(f"{name}.{key}", each, env) for key, each in value.items()}
     if isinstance(value, list):
-        return [_with_contents(name, each, env) for each in value]
+        return [_with_contents(f"{name}.", each, env) for each in value]
+    if "." in name and not _FILES.search(name):
+        return value
     digest = _digest(_filled(value, env), tree=_TREES.search(name) is not None)
     return {"content": digest} if digest else value
 
