@@ -27,6 +27,7 @@ ATTACKS: dict[str, bytes] = {
     "HTTP/0.9": b"GET http://refused.test/\r\n",
     "HTTP/0.9 behind a line feed": b"\nGET /\r\n",
     "a Host with a dot at its end": b"GET / HTTP/1.1\r\nHost: allowed.test.\r\n\r\n",
+    "a Connection that drops the Host": ALLOWED[:-2] + b"Connection: close, Host\r\n\r\n",
     "no Host": b"GET / HTTP/1.1\r\n\r\n",
     "an empty Host": b"GET / HTTP/1.1\r\nHost:\r\n\r\n",
     "two Hosts": b"GET / HTTP/1.1\r\nHost: allowed.test\r\nHost: refused.test\r\n\r\n",

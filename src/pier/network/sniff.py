@@ -32,6 +32,8 @@ _HOST = re.compile(rb"([0-9A-Za-z._-]+)(?::[0-9]{1,5})?")
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)(?:[/?#].*)?", re.IGNORECASE)
 _NOT_IN_TRAILERS = (b"host", b"content-length", b"transfer-encoding", b"connection", b"upgrade")
 _SWITCHES = (b"upgrade", b"http2-settings")
+_NEVER_DROPPED = {b"host", b"content-length", b"transfer-encoding"}
+"""A proxy drops the fields that `Connection` names, and passes on a request without them."""
 _CHUNKED = -1
 
 Fields = list[tuple[bytes, bytes]]
@@ -148,6 +150,11 @@ class Requests:
         fields: Fields = [(name.lower(), value.rstrip(b" \t")) for name, value in _FIELD.findall(lines)]
         hosts = [value for name, value in fields if name == b"host"]
         self._check_hosts(method, target, hosts, minor)
+        dropped = {
+            each.strip().lower() for name, value in fields if name == b"connection" for each in value.split(b",")
+        }
+        if dropped & _NEVER_DROPPED:
+            raise Disagreement("an HTTP field that a proxy must drop and a server needs")
         if not hosts:
             lines += b"Host: " + self._name.encode() + b"\r\n"
         length = _request_length(fields, minor)
