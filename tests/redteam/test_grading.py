@@ -394,6 +394,15 @@ def test_startup_modules_of_every_form_are_undone() -> None:
     assert judge([Change(f"{place}/sites/customize.py", "added")], workdir="/app") == []
 
 
+@route("grading", "link the name of a module to a directory elsewhere, in the working directory", "noted")
+@pytest.mark.plain
+@pytest.mark.parametrize("name", ["pytest", "json", "pytest_evil"])
+def test_links_in_the_working_directory_are_noted(name: str) -> None:
+    (found,) = judge([Change(f"/app/{name}", "added")], workdir="/app")
+    assert (found.kind, found.action) == ("module", "note")
+    assert judge([Change(f"/app/src/{name}", "added"), Change("/app/current", "added")], workdir="/app") == []
+
+
 @route(
     "faults",
     "hand over an artifact with many configuration files that take long to parse",

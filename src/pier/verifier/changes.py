@@ -208,7 +208,9 @@ def _judge(change: Change, workdir: str) -> Suspicion | None:
         return Suspicion("loader", path, "this decides which libraries programs load")
     if (known := is_read_by_itself(path)) is not None:
         return Suspicion(known[0], path, known[1], _undo(path, added, inside))
-    if import_root(path) == workdir and (module := shadowed_module(path)) is not None:
+    # Directories that were added are not in the list, so a name without an ending may be a link to one.
+    code = path if PurePosixPath(path).suffix else f"{path}/__init__.py"
+    if import_root(code) == workdir and (module := shadowed_module(code)) is not None:
         return Suspicion("module", path, f"Python may import this in place of the module {module}")
     if path.startswith(_PROFILE_PATHS) or (name in _PROFILES and not inside):
         return Suspicion("profile", path, "shells may read this at their start")
