@@ -329,7 +329,7 @@ def _steering(kept: Tree, judged: dict[str, Entry], searched: set[str]) -> Itera
 
 
 def _behind_link(path: str) -> tuple[str, str] | None:
-    """What a link may be that has no content of its own: a package, a configuration, or a directory of such."""
+    """What a link may stand for: a package, a configuration, or a directory of such."""
     if may_configure(path) or _LINKS.fullmatch(PurePosixPath(path).name):
         return "runner", "it may configure a test runner, from another place of the artifact"
     if module := shadowed_module(f"{path}/__init__.py"):
