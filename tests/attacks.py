@@ -25,6 +25,9 @@ ATTACKS: dict[str, bytes] = {
     "two spaces": b"GET  /  HTTP/1.1\r\nHost: refused.test\r\n\r\n",
     "an absolute target": b"GET http://refused.test/ HTTP/1.1\r\nHost: allowed.test\r\n\r\n",
     "HTTP/0.9": b"GET http://refused.test/\r\n",
+    "HTTP/0.9 behind a line feed": b"\nGET /\r\n",
+    "a Host with a dot at its end": b"GET / HTTP/1.1\r\nHost: allowed.test.\r\n\r\n",
+    "a Connection that drops the Host": ALLOWED[:-2] + b"Connection: close, Host\r\n\r\n",
     "no Host": b"GET / HTTP/1.1\r\n\r\n",
     "an empty Host": b"GET / HTTP/1.1\r\nHost:\r\n\r\n",
     "two Hosts": b"GET / HTTP/1.1\r\nHost: allowed.test\r\nHost: refused.test\r\n\r\n",
@@ -43,8 +46,10 @@ ATTACKS: dict[str, bytes] = {
 
 _EVERYWHERE = {"a plain request", "a second request", "an Upgrade without Connection"}
 WORKS = {
-    "nginx": _EVERYWHERE | {"an absolute target", "a leading empty line", "line feeds alone", "HTTP/0.9"},
-    "node": _EVERYWHERE,
-    "go": _EVERYWHERE | {"an absolute target", "a method in lower case", "a method with digits"},
+    "nginx": _EVERYWHERE
+    | {"an absolute target", "a leading empty line", "line feeds alone", "HTTP/0.9", "HTTP/0.9 behind a line feed"},
+    "node": _EVERYWHERE | {"a Host with a dot at its end"},
+    "go": _EVERYWHERE
+    | {"an absolute target", "a method in lower case", "a method with digits", "a Host with a dot at its end"},
 }
 """What each server answers when it is asked without pier in between, which shows that it has the secret."""

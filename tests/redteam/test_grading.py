@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from pier.sandbox.contract import Limits, Mount, Sandbox
+from pier.sandbox.contract import Change, Limits, Mount, Sandbox
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.task import Task
 from pier.tree import Tree
 from pier.trial.result import TrialResult
 from pier.trial.spec import AgentChoice, SandboxChoice
-from pier.verifier.changes import judge_artifact
+from pier.verifier.changes import judge, judge_artifact
 from tests.redteam import route
 from tests.redteam.places import everywhere, open_place
 from tests.trial_runs import PASS, TOML, Bench, write_task
@@ -316,6 +316,10 @@ async def test_files_that_shadow_the_runner_are_noted(place: str, tmp_path: Path
             "evil.egg-info/entry_points.txt": "runner",
             "escaped/package.json": "runner",
             "sub/.pytest.toml": "pytest",
+            "odd.dist-info/entry_points.txt": "runner",
+            "usercustomize/__init__.py": "startup",
+            ".npmrc": "runner",
+            "sub/phpunit.dist.xml": "runner",
         }
         harmless = [
             "model.pth",
@@ -332,6 +336,7 @@ async def test_files_that_shadow_the_runner_are_noted(place: str, tmp_path: Path
             "pyproject.toml": "[tool.pytest.ini_options]",
             "evil.dist-info/entry_points.txt": "[pytest11]",
             "evil.egg-info/entry_points.txt": " [pytest11]",
+            "odd.dist-info/entry_points.txt": "[]pytest11[]",
             "dotted/pyproject.toml": 'tool.pytest.ini_options.addopts = "-x"',
             "inline/pyproject.toml": 'tool = {"p\\u0079test" = {ini_options = {addopts = "-x"}}}',
             "pkg/pyproject.toml": '[tool.poetry]\n[dependency-groups]\ndev = ["pytest"]',
@@ -346,6 +351,56 @@ async def test_files_that_shadow_the_runner_are_noted(place: str, tmp_path: Path
         result = await graded(bench, tmp_path / "t", solve, test, '["/app"]')
         assert result.rewards == {"reward": 1}, "nothing is taken away"
         assert noted(result) == {f"/app/{name}": (kind, False) for name, kind in steering.items()}
+
+
+@route(
+    "grading",
+    "give modules or settings of the test runner another name in an artifact, and a link to it their own",
+    "they come along, and each link is noted",
+)
+@pytest.mark.plain
+def test_links_to_what_steers_the_runner_are_noted(tmp_path: Path) -> None:
+    top = tmp_path / "kept" / "top"
+    (top / "stuff").mkdir(parents=True)
+    for name in ("__init__.py", "__main__.py", "settings.txt"):
+        (top / "stuff" / name).write_text("")
+    names = {
+        **dict.fromkeys(("pytest", "json", "pytest_evil"), "module"),
+        **dict.fromkeys(("pyproject.toml", "package.json", "node_modules", "x.dist-info", "site-packages"), "runner"),
+        "sitecustomize": "startup",
+        "conftest.py": "pytest",
+    }
+    for name in (*names, "current", "docs", "data.json"):
+        (top / name).symlink_to("stuff/settings.txt" if name.endswith((".toml", ".json", ".py")) else "stuff")
+    with Tree(tmp_path / "kept") as kept:
+        judged = judge_artifact(kept, "top", "/app")
+    assert not judged.left_out and {note.path: note.kind for note in judged.notes} == {
+        f"/app/{name}": kind for name, kind in names.items()
+    }
+
+
+@route(
+    "grading",
+    "plant a module that every Python imports in the form of a package, of compiled code or of a link",
+    "undone before the tests run",
+)
+@pytest.mark.plain
+def test_startup_modules_of_every_form_are_undone() -> None:
+    place = "/usr/lib/python3/dist-packages"
+    names = ("sitecustomize/__init__.py", "usercustomize", "sitecustomize.cpython-312-x86_64-linux-gnu.so")
+    for name in (*names, "sitecustomize.pyc", "usercustomize.abi3.so", "sitecustomize/__init__.abi3.so"):
+        (found,) = judge([Change(f"{place}/{name}", "added")], workdir="/app")
+        assert (found.kind, found.action) == ("startup", "remove")
+    assert judge([Change(f"{place}/sites/customize.py", "added")], workdir="/app") == []
+
+
+@route("grading", "link the name of a module to a directory elsewhere, in the working directory", "noted")
+@pytest.mark.plain
+@pytest.mark.parametrize("name", ["pytest", "json", "pytest_evil"])
+def test_links_in_the_working_directory_are_noted(name: str) -> None:
+    (found,) = judge([Change(f"/app/{name}", "added")], workdir="/app")
+    assert (found.kind, found.action) == ("module", "note")
+    assert judge([Change(f"/app/src/{name}", "added"), Change("/app/current", "added")], workdir="/app") == []
 
 
 @route(

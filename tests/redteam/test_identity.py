@@ -72,6 +72,41 @@ def test_the_content_of_files_counts_and_their_place_does_not(tasks: Path, tmp_p
     assert before[0] != after[0] and before[1] != after[1]
 
 
+@route("identity", "a file that an option names by a variable, or a recording to replay, is changed", "other work")
+def test_the_content_of_files_counts_however_they_are_named(tasks: Path, tmp_path: Path) -> None:
+    script, kept = tmp_path / "agent.sh", tmp_path / "kept"
+    kept.mkdir()
+    agents = [option("script", "${SCRIPT}"), {"name": "command", "model_name": f"replay:{kept}"}]
+    agents.append({"name": "command", "model_name": "${MODEL}"})
+    found: list[tuple[tuple[str, ...], ...]] = []
+    for text in ("one", "two"):
+        for path in (script, kept / "recording.jsonl"):
+            path.write_text(text)
+        env = {"SCRIPT": str(script), "MODEL": f"script:{script}"}
+        found.append(tuple(ids(tasks, agent, env=env) for agent in agents))
+    assert all(before != after for before, after in zip(*found, strict=True))
+
+
+@route("identity", "a file in a list or table of options, or a file that is mounted, is changed", "other work")
+def test_the_content_of_files_counts_wherever_they_are_named(tasks: Path, tmp_path: Path) -> None:
+    given = tmp_path / "rules.md"
+    given.write_text("one")
+    mounts = {"mounts": [{"type": "bind", "source": str(given), "target": "/rules.md"}]}
+    agents = [option("files", [str(given)]), option("settings", {"rules": [{"path": str(given)}]})]
+
+    def found() -> list[tuple[str, ...]]:
+        return [*(ids(tasks, agent) for agent in agents), ids(tasks, environment=mounts)]
+
+    before, words = found(), ids(tasks, option("command", ["cat", str(given)]))
+    given.write_text("two")
+    assert words == ids(tasks, option("command", ["cat", str(given)])), "a path inside the sandbox"
+    assert all(was != now for was, now in zip(before, found(), strict=True))
+
+
+def test_a_text_that_looks_like_a_home_directory_is_a_text(tasks: Path) -> None:
+    assert ids(tasks, option("note", "~about 5 minutes")) != ids(tasks, option("note", "~about 6 minutes"))
+
+
 @route("identity", "the code of an agent of the user's is changed", "other work, no result is reused")
 def test_the_code_of_an_agent_counts(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)

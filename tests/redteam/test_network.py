@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 import os
 import ssl
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from pier.gateway import Gateway
+from pier.network.gatekeeper import Gatekeeper
+from pier.network.outside import Outside
+from pier.network.policy import NetworkPolicy
 from pier.network.sniff import Disagreement, Sniffer
 from pier.record import reader as recording
+from pier.wire.checks import REMOVED, close_book
+from pier.wire.dialects import DIALECTS
+from pier.wire.headers import passed_headers
 from tests import vhosts
 from tests.attacks import ATTACKS
 from tests.gateway_fakes import PATHS, fake_provider, post, request_body
@@ -161,6 +169,61 @@ def test_tls_behind_something_else(before: bytes) -> None:
         watch.feed(before + outgoing.read())
 
 
+def hello(name: bytes, behind: bytes = b"") -> bytes:
+    """A TLS hello with a server name, and with more behind its extensions than they say."""
+    names = (len(name) + 3).to_bytes(2, "big") + b"\0" + len(name).to_bytes(2, "big") + name
+    extensions = b"\0\0" + len(names).to_bytes(2, "big") + names
+    body = b"\3\3" + bytes(32) + b"\0" + b"\0\2\x13\1" + b"\1\0" + len(extensions).to_bytes(2, "big") + extensions
+    message = b"\1" + len(body + behind).to_bytes(3, "big") + body + behind
+    return b"\x16\3\1" + len(message).to_bytes(2, "big") + message
+
+
+@route(
+    "network",
+    "TLS with a server name that only resembles the allowed one: a dot, a port, or letters that are left out",
+    "refused: a server takes it for none that it knows, and answers with its default host",
+)
+@pytest.mark.parametrize("name", [b"allowed.test.", b"allowed.test:443", b"\xadallowed.test", b"\xaallowed.test"])
+def test_tls_with_a_name_that_is_almost_the_same(name: bytes) -> None:
+    assert Sniffer("allowed.test").feed(hello(b"Allowed.test"))
+    with pytest.raises(Disagreement):
+        Sniffer("allowed.test").feed(hello(name))
+
+
+def test_a_tls_hello_is_read_to_its_end() -> None:
+    with pytest.raises(Disagreement, match="malformed"):
+        Sniffer("allowed.test").feed(hello(b"allowed.test", behind=bytes(4)))
+
+
+@route("network", "HTTP/2 without TLS to a server that speaks first", "refused: its requests can be for any host")
+@pytest.mark.parametrize("pieces", [1, 9])
+def test_http2_of_a_server_that_speaks_first(pieces: int) -> None:
+    watch, settings = Sniffer("allowed.test"), bytes.fromhex("000006040000000000000300000064")
+    for place in range(0, 9, 9 // pieces):
+        assert watch.heard(settings[place : place + 9 // pieces]) == b""
+    with pytest.raises(Disagreement):
+        watch.feed(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+    other = Sniffer("allowed.test")
+    other.heard(b"\0\0\0\x0a\0")
+    assert other.feed(b"PRI * HTTP/2.0\r\n\r\n")
+
+
+@route(
+    "network",
+    "an update of a zone, or a question for a whole one, to this machine's name server",
+    "not passed on: only queries are answered",
+)
+@pytest.mark.parametrize(("flags", "kind"), [(5 << 11, 6), (4 << 11, 6), (0, 251), (0, 252)])
+async def test_only_questions_reach_the_name_server(flags: int, kind: int) -> None:
+    outside = Outside()
+    outside.ask = AsyncMock(return_value=bytes(20))
+    gatekeeper = Gatekeeper(NetworkPolicy("public"), outside=outside)
+    message = struct.pack(">6H", 7, flags, 1, 0, 0, 0) + b"\4zone\4test\0" + struct.pack(">HH", kind, 1)
+    reply = await gatekeeper.answer(message)
+    assert not outside.ask.await_count and (reply is None or reply[3] & 15 == 5)
+    assert await gatekeeper.answer(message.replace(message[2:4], bytes(2), 1)[:-4] + b"\0\x10\0\1") == bytes(20)
+
+
 @route("network", "a rule for loopback, such as 127.0.0.1", "an error that says what to allow instead")
 def test_a_rule_for_loopback() -> None:
     from pier.errors import UsageError
@@ -225,6 +288,13 @@ HOSTED: dict[str, list[dict[str, Any]]] = {
         {"type": "openrouter:web_search"},
         {"type": ["web_search"]},
         {"type": "mcp", "server_url": "https://away.test"},
+        {"googleSearch": {}},
+        {"url_context": {}},
+        {"type": None, "codeExecution": {}},
+        {"type": "", "web_search": {}},
+        {"function": "web_search"},
+        {"custom": {}},
+        {"name": "web_search"},
     ],
     "responses": [
         {"type": "web_search"},
@@ -235,6 +305,8 @@ HOSTED: dict[str, list[dict[str, Any]]] = {
         {"type": "image_generation"},
         {"type": "shell", "environment": {"type": "container_auto"}},
         {"type": "namespace", "name": "n", "tools": [{"type": "web_search"}]},
+        {"type": "namespace", "name": "n", "tools": [{"googleSearch": {}}]},
+        {"googleSearch": {}},
     ],
     "anthropic": [
         {"type": "web_search_20250305", "name": "web_search"},
@@ -242,6 +314,8 @@ HOSTED: dict[str, list[dict[str, Any]]] = {
         {"type": "code_execution_20250825", "name": "code"},
         {"type": "mcp_toolset", "mcp_server_name": "s"},
         {"type": "some_new_tool_20990101", "name": "new"},
+        {"name": "web_search"},
+        {"googleSearch": {}},
     ],
     "gemini": [
         {"googleSearch": {}},
@@ -301,12 +375,47 @@ async def test_fields_that_reach_out_are_taken_out(dialect: str, fields: dict[st
     assert [(edit["action"], edit["what"]) for edit in call.edits] == [("removed", *fields)]
 
 
+@route("closed_book", "a hosted tool under another key of a function", "the key is taken out and noted")
+@pytest.mark.parametrize("key", ["googleSearch", "Type", "web_search"])
+@pytest.mark.parametrize("dialect", ["chat", "responses", "anthropic"])
+async def test_functions_are_nothing_else(dialect: str, key: str, tmp_path: Path) -> None:
+    status, _, (asked,) = await ask(dialect, {"tools": [{**MINE[dialect], key: "web_search"}]}, tmp_path)
+    assert status == 200 and json.loads(asked)["tools"] == [MINE[dialect]]
+    (call,) = recording.read(tmp_path).generations()
+    assert [(edit["action"], edit["what"]) for edit in call.edits] == [("removed", f"tool field {key}")]
+
+
+@route("closed_book", "a request within a request, for a model of another dialect", "it is closed like any other")
+@pytest.mark.parametrize("upstream", ["anthropic", "chat", "responses", "gemini"])
+async def test_a_request_within_a_request_is_closed(upstream: str, tmp_path: Path) -> None:
+    file = {"fileData": {"mimeType": "image/png", "fileUri": "https://away.test/x.png"}}
+    inner = {"contents": [{"role": "user", "parts": [file]}], "tools": [{"googleSearch": {}}]}
+    async with fake_provider() as fake, Gateway() as gateway:
+        url = await gateway.serve()
+        session = gateway.session("m", upstream=fake.provider(upstream), closed_book=True)
+        body = {**request_body("gemini"), "generateContentRequest": inner}
+        await post(url, PATHS["gemini"], session.key, body)
+    (asked,) = fake.asked
+    assert b"away.test" not in asked.body and b"googleSearch" not in asked.body
+
+
+@route("closed_book", "a header that asks for plugins of the provider", "dropped")
+async def test_headers_that_ask_for_plugins_are_dropped(tmp_path: Path) -> None:
+    headers = {"X-DashScope-Plugin": '{"web_search":{}}', "X-DashScope-CacheControl": "enable"}
+    passed, dropped = passed_headers(DIALECTS["chat"], headers.items())
+    assert dropped == ("x-dashscope-plugin",) and passed["X-DashScope-CacheControl"] == "enable"
+
+
 REMOTE: list[tuple[str, dict[str, Any]]] = [
     ("anthropic", {"type": "document", "source": {"type": "url", "url": "https://away.test"}}),
     ("anthropic", {"type": "video", "source": {"type": "somewhere", "at": "https://away.test"}}),
     ("responses", {"type": "input_video", "video_url": "https://away.test"}),
+    ("responses", {"type": "input_video", "video": "https://away.test"}),
+    ("responses", {"type": "input_image", "image_url": {"url": "https://away.test"}}),
     ("responses", {"type": "tool_search_output", "tools": [{"type": "mcp", "server_url": "https://away.test"}]}),
     ("chat", {"type": "image_url", "image_url": {"url": "https://away.test"}}),
+    ("chat", {"type": "file", "file_id": "away.test"}),
+    ("chat", {"role": "user", "Type": "image_url", "Image_URL": {"url": "https://away.test"}}),
     ("gemini", {"fileData": {"fileUri": "https://away.test"}}),
 ]
 
@@ -320,3 +429,12 @@ async def test_remote_files_do_not_leave(dialect: str, part: dict[str, Any], tmp
     item = part if part.get("type") == "tool_search_output" else {"role": "user", inner: [part]}
     status, _, (asked,) = await ask(dialect, {place: [item]}, tmp_path)
     assert status == 200 and b"away.test" not in asked
+
+
+@route("closed_book", "what the provider kept for another request, named by its id alone", "a sentence takes its place")
+@pytest.mark.parametrize(
+    "item", [{"id": "msg_1"}, {"type": None, "id": "x"}, {"type": "image_generation_call", "id": "x"}]
+)
+def test_items_that_the_provider_kept_are_left_out(item: dict[str, Any]) -> None:
+    closed, edits = close_book("responses", {"input": [item]})
+    assert closed["input"] == [{"type": "message", "role": "user", "content": REMOVED}] and len(edits) == 1

@@ -200,8 +200,9 @@ KEY = ".identity"
 """The file of a job that holds its key."""
 
 _FILE_MODELS = ("script:", "replay:")
-_TREES = re.compile(r"skill|template|prompt|config|script|mount")
+_TREES = re.compile(r"skill|template|prompt|config|script|mount|plugin|rule|hook|extension")
 """Options with such names may name a directory whose content counts."""
+_FILES = re.compile(f"{_TREES.pattern}|file|path")
 
 
 class Identity:
@@ -213,7 +214,10 @@ class Identity:
         self._env = env
         self._redactor = Redactor(job_secrets(asked | {"agents": agents}, env))
         self._settings = {name: value for name, value in asked.items() if name not in not_counted}
-        self._agents = [{**agent, **_files_of(agent)} for agent in agents]
+        for mount in asked.get("environment", {}).get("mounts", ()):
+            if digest := _digest(_filled(mount.get("source"), env), tree=False):
+                mount["source"] = {"content": digest}
+        self._agents = [{**agent, **_files_of(agent, env)} for agent in agents]
 
     def agents(self, key: bytes) -> list[dict[str, Any]]:
         return [self._keyed(agent, key) for agent in self._agents]
@@ -241,33 +245,52 @@ class Identity:
         return map_texts(value, keyed)
 
 
-def _files_of(agent: dict[str, Any]) -> dict[str, Any]:
+def _files_of(agent: dict[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
     """Digests of the files that an agent's model and options name, and of the file of a custom agent."""
     found: dict[str, Any] = {}
-    model = str(agent.get("model_name"))
+    model = str(_filled(agent.get("model_name"), env))
     for prefix in _FILE_MODELS:
-        if model.startswith(prefix) and (digest := _digest(model.removeprefix(prefix), tree=False)):
+        if model.startswith(prefix) and (digest := _digest(model.removeprefix(prefix), tree=True)):
             found["model_name"] = prefix + digest
-    options: dict[str, Any] = agent.get("kwargs") or {}
-    known = {name: _digest(value, tree=_TREES.search(name) is not None) for name, value in options.items()}
-    if any(known.values()):
-        found["kwargs"] = {name: {"content": known[name]} if known[name] else options[name] for name in options}
+    if options := agent.get("kwargs"):
+        found["kwargs"] = {name: _with_contents(name, value, env) for name, value in options.items()}
     if agent.get("import_path"):
         found["code"] = _code_of(str(agent["import_path"]))
     return found
+
+
+def _with_contents(name: str, value: Any, env: Mapping[str, str]) -> Any:
+    """An option with digests in place of the files that it names. The words in a list or a table may be anything, such
+    as paths inside a sandbox, so that only those of such a name as files have are looked up."""
+    if isinstance(value, dict):
+        return {key: _with_contents(f"{name}.{key}", each, env) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_contents(f"{name}.", each, env) for each in value]
+    if "." in name and not _FILES.search(name):
+        return value
+    digest = _digest(_filled(value, env), tree=_TREES.search(name) is not None)
+    return {"content": digest} if digest else value
+
+
+def _filled(value: Any, env: Mapping[str, str]) -> Any:
+    """A value with its template filled, if that can be done now."""
+    try:
+        return fill(value, env)
+    except UsageError:
+        return value
 
 
 def _digest(value: Any, *, tree: bool) -> str | None:
     """The digest of the file or, with `tree`, of the directory that an option names; None if it names none."""
     if not isinstance(value, str) or not value or "\n" in value or "\0" in value:
         return None
-    path = Path(value).expanduser()
     try:
+        path = Path(value).expanduser()
         if path.is_file():
             with path.open("rb") as stream:
                 return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
         return tree_digest(path) if tree and path.is_dir() else None
-    except OSError:
+    except (OSError, RuntimeError):  # a text such as "~about" names no user's directory
         return None
 
 

@@ -17,7 +17,9 @@ from pier.network import plumbing
 from pier.network.policy import Address
 
 A, AAAA = 1, 28
-OK, SERVER_FAILURE, NO_SUCH_NAME = 0, 2, 3
+OK, SERVER_FAILURE, NO_SUCH_NAME, REFUSED = 0, 2, 3, 5
+TRANSFERS = (251, 252)
+"""Questions for a whole zone."""
 TTL = 60
 
 
@@ -37,7 +39,7 @@ def read(data: bytes) -> Question | None:
     if len(data) < 17:
         return None
     id, flags, questions = struct.unpack_from(">HHH", data)
-    if flags & 0x8000 or questions != 1:
+    if flags & 0xF800 or questions != 1:  # an answer, or something else than a query, such as an update of a zone
         return None
     labels: list[bytes] = []
     at = 12

@@ -190,6 +190,9 @@ class Gatekeeper:
         if name is None or not self._targets.may_look_up(name):
             self.ledger.note(Decision("dns", question.name[:255], False, reason="not allowed"))
             return dns.answer(question, dns.NO_SUCH_NAME)
+        if question.kind in dns.TRANSFERS:
+            self.ledger.note(Decision("dns", name, False, reason="not allowed"))
+            return dns.answer(question, dns.REFUSED)
         if self._targets.mode == "public" and question.kind not in (dns.A, dns.AAAA):
             return await self._answer_other(question, data, name)
         try:

@@ -16,8 +16,6 @@ from __future__ import annotations
 import re
 from collections import deque
 
-from pier.network.policy import normal_name
-
 LIMIT = 64 * 1024
 """The head of a message is never larger than this."""
 _LONGEST_LINE = 4096
@@ -34,6 +32,8 @@ _HOST = re.compile(rb"([0-9A-Za-z._-]+)(?::[0-9]{1,5})?")
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)(?:[/?#].*)?", re.IGNORECASE)
 _NOT_IN_TRAILERS = (b"host", b"content-length", b"transfer-encoding", b"connection", b"upgrade")
 _SWITCHES = (b"upgrade", b"http2-settings")
+_NEVER_DROPPED = {b"host", b"content-length", b"transfer-encoding"}
+"""A proxy drops the fields that `Connection` names, and passes on a request without them."""
 _CHUNKED = -1
 
 Fields = list[tuple[bytes, bytes]]
@@ -150,6 +150,11 @@ class Requests:
         fields: Fields = [(name.lower(), value.rstrip(b" \t")) for name, value in _FIELD.findall(lines)]
         hosts = [value for name, value in fields if name == b"host"]
         self._check_hosts(method, target, hosts, minor)
+        dropped = {
+            each.strip().lower() for name, value in fields if name == b"connection" for each in value.split(b",")
+        }
+        if dropped & _NEVER_DROPPED:
+            raise Disagreement("an HTTP field that a proxy must drop and a server needs")
         if not hosts:
             lines += b"Host: " + self._name.encode() + b"\r\n"
         length = _request_length(fields, minor)
@@ -171,7 +176,7 @@ class Requests:
             hosts = [*hosts, absolute[1] if absolute else target]
         for host in hosts:
             named = _HOST.fullmatch(host)
-            if named is None or normal_name(named[1].decode()) != self._name:
+            if named is None or named[1].decode().lower() != self._name:
                 raise Disagreement(f"HTTP host {host.decode(errors='replace')}")
 
 
@@ -288,7 +293,10 @@ _BEGINNING = re.compile(rb"\r|" + _TOKEN + rb"{1,32}(?: " + _TEXT + rb"*\r?)?")
 _METHOD = re.compile(rb"(?:GET|HEAD|POST|PUT|DELETE|OPTIONS|TRACE|PATCH|CONNECT) ")
 _VERSION = re.compile(rb"HTTP/\d", re.IGNORECASE)
 _BLANK = re.compile(rb"[\x00-\x20\x7f-\xff]+")
-_LIKE_HTTP = re.compile(rb"HTTP/\d|\nhost ?:|[ \n]https?://", re.IGNORECASE)
+_LIKE_HTTP = re.compile(rb"HTTP/\d|\nhost ?:|[ \n]https?://|[ \n]GET ?/", re.IGNORECASE)
+"""Also the requests of HTTP/0.9, which end with their target and have no host."""
+_SETTINGS = re.compile(rb"\0(?:\0(?:.(?:\x04\0?)?)?)?", re.DOTALL)
+"""How the first frame of a server of HTTP/2 begins."""
 _OLD_HELLO = re.compile(rb"[\x80-\xff].\x01[\x00\x03]", re.DOTALL)
 _RECORD = re.compile(rb"[\x14-\x18]\x03")
 _HELLO = re.compile(rb"\x16\x03[\x00-\x04]..\x01", re.DOTALL)
@@ -384,7 +392,7 @@ class Sniffer:
             return b""
         if not name and not self._nameless_tls:
             raise Disagreement("TLS without a server name")
-        if name and normal_name(re.sub(r":\d+$", "", name)) != self._name:
+        if name and name.lower() != self._name:
             raise Disagreement(f"TLS server name {name}")
         self._passes = True
         held, self._held = self._held, b""
@@ -392,18 +400,18 @@ class Sniffer:
 
 
 class _FirstAnswer:
-    """The first bytes that a server sends, which say whether it speaks HTTP."""
+    """The first bytes that a server sends, which say whether it speaks HTTP. One of HTTP/2 may speak first."""
 
     def __init__(self) -> None:
         self._bytes = b""
 
     def is_other(self, data: bytes) -> bool:
         self._bytes += data[: 5 - len(self._bytes)]
-        return not b"HTTP/".startswith(self._bytes)
+        return not b"HTTP/".startswith(self._bytes) and not _SETTINGS.fullmatch(self._bytes)
 
     @property
     def is_http(self) -> bool:
-        return self._bytes == b"HTTP/"
+        return len(self._bytes) == 5 and not self.is_other(b"")
 
 
 class _Other:
@@ -412,7 +420,7 @@ class _Other:
 
     def __init__(self) -> None:
         self._start = b""
-        self._seen = b""
+        self._seen = b"\n"
         self._last = b""
 
     def feed(self, data: bytes) -> bytes:
@@ -451,7 +459,7 @@ def server_name(data: bytes | bytearray) -> str | int:
         if len(hello) >= 4 and len(hello) >= 4 + int.from_bytes(hello[1:4], "big"):
             break
     try:
-        return _name_in_hello(hello)
+        return _name_in_hello(hello[: 4 + int.from_bytes(hello[1:4], "big")])
     except IndexError:
         raise Disagreement("a malformed TLS hello") from None
 
@@ -466,6 +474,8 @@ def _name_in_hello(hello: bytes) -> str:
     if at + 2 > len(hello):
         return ""
     end = at + 2 + int.from_bytes(hello[at : at + 2], "big")
+    if end != len(hello):
+        raise Disagreement("a malformed TLS hello")
     at += 2
     name = ""
     while at + 4 <= end:

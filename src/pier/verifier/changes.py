@@ -65,7 +65,7 @@ def changed_since(before: Iterable[Change], after: Iterable[Change]) -> list[Cha
     return [change for change in after if old.get(change.path) != change] + gone
 
 
-STARTUP = frozenset(f"{stem}customize{end}" for stem in ("site", "user") for end in (".py", ".pyc", ".so"))
+STARTUP = frozenset({"sitecustomize", "usercustomize"})
 PYTEST = frozenset({"conftest.py", "pytest.ini", "pytest.toml", ".pytest.ini", ".pytest.toml"})
 
 _DEMOS = frozenset({"test", "tests", "this", "antigravity", "idlelib", "turtledemo", "__main__"})
@@ -78,16 +78,19 @@ _INSTALLED = frozenset(_INSTALLED_NAMES.split())
 _MODULES = (sys.stdlib_module_names | _INSTALLED) - _DEMOS
 _CODE = (".py", ".pyc", ".so")
 _RUNNERS = re.compile(
-    r"((jest|vitest|vite|babel|playwright|karma|ava)\.config\.[a-z]+|\.mocharc(\.[a-z]+)?|\.babelrc(\.[a-z]+)?|\.rspec"
-    r"|phpunit\.xml(\.dist)?)"
+    r"((jest|vitest|vite|babel|playwright|karma|ava)\.config\.[a-z]+|vitest\.(workspace|projects)\.[a-z]+"
+    r"|\.(mocha|babel|nyc|c8|tap)rc(\.[a-z]+)?|jasmine\.json|\.npmrc|\.yarnrc(\.yml)?|\.pnpmfile\.cjs|bunfig\.toml"
+    r"|\.rspec(-local)?|phpunit(\.dist)?\.xml|phpunit\.xml\.dist|\.coveragerc|(nose2|unittest)\.cfg|uv\.toml)"
 )
 _RUNNER_PATHS = re.compile(
     r"/(node_modules/(\.bin/)?(jest|vitest|mocha|ava|tap|karma|playwright)(/package\.json)?|\.cargo/config(\.toml)?)$"
 )
+_LINKS = re.compile(r"node_modules|\.bin|\.cargo|(dist|site)-packages|.*\.(dist|egg)-info")
+"""What lies in a directory of such a name is judged by it, so a link to another directory hides that."""
 _SECTIONS = {
     "setup.cfg": re.compile(rb"\[tool:pytest\]"),
     "tox.ini": re.compile(rb"\[pytest\]"),
-    "entry_points.txt": re.compile(rb"\[pytest11\]"),
+    "entry_points.txt": re.compile(rb"[\[\]]pytest11[\[\]]"),
 }
 _TABLES = {
     "pyproject.toml": (tomllib.loads, ("tool",), {"pytest"}),
@@ -101,7 +104,7 @@ _LONG_KEY = re.compile(rb"(?:\.[^.\n]*+){100}")
 def is_read_by_itself(path: str) -> tuple[str, str] | None:
     """The kind of a file that is read wherever it lies, and why; None if it is another."""
     name = PurePosixPath(path).name
-    if name in STARTUP:
+    if is_startup(path):
         return "startup", "Python imports this at each start"
     if name in PYTEST:
         return "pytest", "pytest reads this by itself"
@@ -110,6 +113,15 @@ def is_read_by_itself(path: str) -> tuple[str, str] | None:
     if _RUNNERS.fullmatch(name) or _RUNNER_PATHS.search(path):
         return "runner", "a test runner reads this by itself"
     return None
+
+
+def is_startup(path: str) -> bool:
+    """Whether this is a module that Python imports at each start if it finds it, also in the form of a package."""
+    file = PurePosixPath(path)
+    if file.name in STARTUP:  # a directory, or a link to one
+        return True
+    stem = file.name.partition(".")[0] if file.suffix == ".so" else file.stem
+    return file.suffix in _CODE and (file.parent.name if stem == "__init__" else stem) in STARTUP
 
 
 def shadowed_module(path: str) -> str | None:
@@ -195,18 +207,20 @@ def _judge(change: Change, workdir: str) -> Suspicion | None:
     if path.startswith("/etc/ld.so.conf") or _LOADER.fullmatch(path):
         return Suspicion("loader", path, "this decides which libraries programs load")
     if (known := is_read_by_itself(path)) is not None:
-        return Suspicion(known[0], path, known[1], _undo(name, path, added, inside))
-    if import_root(path) == workdir and (module := shadowed_module(path)) is not None:
+        return Suspicion(known[0], path, known[1], _undo(path, added, inside))
+    # Directories that were added are not in the list, so a name without an ending may be a link to one.
+    code = path if PurePosixPath(path).suffix else f"{path}/__init__.py"
+    if import_root(code) == workdir and (module := shadowed_module(code)) is not None:
         return Suspicion("module", path, f"Python may import this in place of the module {module}")
     if path.startswith(_PROFILE_PATHS) or (name in _PROFILES and not inside):
         return Suspicion("profile", path, "shells may read this at their start")
     return None
 
 
-def _undo(name: str, path: str, added: bool, inside: bool) -> Action:
-    if name in STARTUP and not inside:
-        return "remove" if added else "restore"
-    return "remove" if name in PYTEST and added and path.count("/") == 1 else "note"
+def _undo(path: str, added: bool, inside: bool) -> Action:
+    if is_startup(path) and not inside:
+        return "remove" if added else "restore" if PurePosixPath(path).suffix else "note"
+    return "remove" if PurePosixPath(path).name in PYTEST and added and path.count("/") == 1 else "note"
 
 
 def _judge_program(path: str, name: str, added: bool) -> Suspicion | None:
@@ -302,6 +316,8 @@ def _steering(kept: Tree, judged: dict[str, Entry], searched: set[str]) -> Itera
             continue
         if (known := is_read_by_itself(path)) is not None:
             yield Note(known[0], known[1], path)
+        elif entry.kind == "link" and (detail := _behind_link(path)):
+            yield Note(*detail, path)
         elif may_configure(path) and entry.kind == "file":
             left -= min(entry.size, _CONFIG_LIMIT)
             if left < 0:
@@ -310,6 +326,15 @@ def _steering(kept: Tree, judged: dict[str, Entry], searched: set[str]) -> Itera
                 yield Note("runner", "it configures a test runner", path)
         elif (module := shadowed_module(path)) and (module in _INSTALLED or import_root(path) not in packages):
             yield Note("module", f"Python may import this in place of the module {module}", path)
+
+
+def _behind_link(path: str) -> tuple[str, str] | None:
+    """What a link may stand for: a package, a configuration, or a directory of such."""
+    if may_configure(path) or _LINKS.fullmatch(PurePosixPath(path).name):
+        return "runner", "it may configure a test runner, from another place of the artifact"
+    if module := shadowed_module(f"{path}/__init__.py"):
+        return "module", f"Python may import this in place of the module {module}"
+    return None
 
 
 def _configures(kept: Tree, entry: Entry) -> bool:

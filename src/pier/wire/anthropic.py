@@ -449,6 +449,11 @@ class Anthropic(Dialect):
         anthropic_beta anthropic_version
     """
     file_places = ("messages", "system")
+    untyped_tool = "input_schema"
+    tool_fields = """
+        type name description input_schema cache_control strict defer_loading input_examples allowed_callers
+        eager_input_streaming
+    """
     local_tools = re.compile(r"custom|(bash|text_editor|computer|memory)_\d+|tool_search_tool_\w+")
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:

@@ -523,7 +523,8 @@ class Chat(OpenAI):
     path = "/v1/chat/completions"
     client_headers = """
         openai-beta http-referer x-title x-openrouter-* x-session-affinity x-parent-session-id agent-session-id
-        x-initiator x-interaction-type x-dashscope-* x-msh-* x-grok-*
+        x-initiator x-interaction-type x-dashscope-cachecontrol x-dashscope-useragent x-dashscope-authtype x-msh-*
+        x-grok-*
     """
     client_query = re.compile(r"api-version=[\w.-]{1,32}")
     routes = (
@@ -542,6 +543,8 @@ class Chat(OpenAI):
         service_tier prompt_cache_key prompt_cache_retention provider transforms usage options keep_alive
     """
     file_places = ("messages",)
+    untyped_tool = "function"
+    tool_fields = "type function custom strict cache_control"
 
     def with_sampling(self, body: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
         changed = super().with_sampling(body, sampling)
@@ -631,13 +634,14 @@ class Chat(OpenAI):
 
     def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
         """Servers fetch pictures, sounds and films alike: what is called `..._url`, and any other link in a part."""
+        part = {name.lower(): value for name, value in part.items()}  # as servers written in Go read it
         file = part.get("file")
         named = {**part, **file} if isinstance(file, dict) else part
         links = (value for key, value in named.items() if key.endswith("_url"))
         urls = (link.get("url") if isinstance(link, dict) else link for link in links)
         is_message = "role" in part and "type" not in part
         linked = has_link(file) or (not is_message and has_link(part))
-        away = linked or any(is_web(url) for url in urls) or (isinstance(file, dict) and file.get("file_id"))
+        away = linked or any(is_web(url) for url in urls) or named.get("file_id")
         return {"type": "text", "text": REMOVED} if away else None
 
 

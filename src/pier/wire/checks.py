@@ -19,6 +19,8 @@ from pier.wire.turn import DialectName, Edit, Sampling
 __all__ = ["REMOVED", "close_book", "is_closed", "offline", "prescribe"]
 
 _WHY = "this session has no internet"
+_INNER = "generateContentRequest"
+"""Gemini's request within a request, which a translation takes for the request itself."""
 _NESTED = ("content", "parts", "output", "source", "functionResponse", "function_response")
 
 
@@ -47,6 +49,10 @@ def _close_book(own: Dialect, body: Mapping[str, Any]) -> tuple[dict[str, Any], 
     for place in own.file_places:
         if place in closed:
             closed[place] = _close_item(closed[place], own, edits)
+    inner = closed.get(_INNER)
+    if isinstance(inner, dict):
+        closed[_INNER], more = _close_book(own, inner)
+        edits.extend(more)
     return (closed, edits) if edits else (dict(body), [])
 
 
@@ -69,8 +75,7 @@ def _said(value: Any) -> str:
 
 def is_closed(dialect: DialectName, body: Mapping[str, Any]) -> bool:
     """Whether a request, also one within a request to count its tokens, reaches nowhere beyond the model."""
-    inner = body.get("generateContentRequest")
-    return not close_book(dialect, body)[1] and (not isinstance(inner, dict) or is_closed(dialect, inner))
+    return not close_book(dialect, body)[1]
 
 
 _ONLINE = re.compile(r":online(?=:|\s*$)\s*", re.IGNORECASE)

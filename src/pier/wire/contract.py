@@ -333,14 +333,26 @@ class Dialect:
                 why = "it refers to state at the provider, which cannot be recorded"
                 raise BadRequest(f"unsupported field {name}: {why}", hint="send the whole input with each request")
 
+    untyped_tool = ""
+    """The field by which a tool without a type is a function. Some servers have hosted tools without a type too."""
+    tool_fields = ""
+    """The fields of functions and tools that take free text, if others may stand for hosted tools; else empty."""
+
     def close_tool(self, tool: dict[str, Any], removed: list[str]) -> dict[str, Any] | None:
         """A tool without what runs at the provider, whose names go to `removed`; None if nothing is left of it."""
-        kind = str(tool.get("type") or "custom")
-        place = tool.get("environment")
+        kind, place = tool.get("type"), tool.get("environment")
+        if kind is None:
+            is_plain = isinstance(tool.get(self.untyped_tool), dict)
+        else:
+            is_plain = kind in ("function", "custom") and self.local_tools.fullmatch(kind) is not None
+        if is_plain:
+            known = self.tool_fields.split() or list(tool)
+            removed.extend(f"field {name}" for name in tool if name not in known)
+            return {name: value for name, value in tool.items() if name in known}
         local_shell = kind == "shell" and isinstance(place, dict) and place.get("type") == "local"
-        if self.local_tools.fullmatch(kind) or local_shell:
+        if kind is not None and (self.local_tools.fullmatch(str(kind)) or local_shell):
             return tool
-        removed.append(kind)
+        removed.append(str(kind or ", ".join(tool)[:200] or "without a name"))
         return None
 
     def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:

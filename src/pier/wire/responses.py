@@ -549,6 +549,8 @@ class Responses(OpenAI):
         prompt_cache_key prompt_cache_retention context_management
     """
     file_places = ("input", "instructions")
+    untyped_tool = "parameters"
+    tool_fields = "type name description parameters strict format defer_loading allowed_callers cache_control"
     local_tools = re.compile(r"function|custom|local_shell|apply_patch|tool_search|namespace|computer\w*")
 
     def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
@@ -630,10 +632,14 @@ class Responses(OpenAI):
         return {**tool, "tools": inner} if inner else None
 
     def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
-        if part.get("type") == "item_reference":
+        kind = part.get("type")
+        by_id = kind == "item_reference" or (kind is None and "role" not in part and "content" not in part)
+        if (by_id and "id" in part) or (kind == "image_generation_call" and not part.get("result")):
             return {"type": "message", "role": "user", "content": REMOVED}
-        urls = (value for key, value in part.items() if key.endswith("_url"))
-        away = part.get("file_id") or has_link(part.get("file_data")) or any(is_web(url) for url in urls)
+        links = (value for key, value in part.items() if key.endswith("_url"))
+        urls = (link.get("url") if isinstance(link, dict) else link for link in links)
+        linked = has_link(part if str(kind).startswith("input_") else part.get("file_data"))
+        away = part.get("file_id") or linked or any(is_web(url) for url in urls)
         return {"type": "input_text", "text": REMOVED} if away else None
 
 
