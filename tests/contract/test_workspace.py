@@ -175,6 +175,9 @@ def test_two_commands_at_once_and_commands_in_the_background(tmp_path: Path) -> 
     ask("exec", "--stop", "2", cwd=ws)
     assert "exited 6" in ask("exec", "--list", cwd=ws)
     assert "unknown background command" in pier("exec", "--logs", "9", cwd=ws, image=None, code=2).stderr
+    for wrong, said in ((["no-such-program"], "no-such-program"), (["claude"], "claude")):
+        assert said in pier("exec", "-d", *wrong, cwd=ws, image=None, code=2).stderr
+    assert "no-such" not in ask("exec", "--list", cwd=ws)
     start("--ports", f"{other}:8000", cwd=ws)
     assert Workspace.open(ws).config.ports == [f"{other}:8000"]
 

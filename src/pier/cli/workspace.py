@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -180,7 +181,8 @@ def exec_(
         lines = [f"{row.id:>4}  {row.state:<12}  {' '.join(row.command)}" for row in known]
         echo(rows, as_json, lines or ["no commands in the background"])
     elif logs is not None:
-        with (background.find(workspace, logs) / background.LOG).open("rb") as stream:
+        place = background.find(workspace, logs) / background.LOG
+        with contextlib.suppress(FileNotFoundError), place.open("rb") as stream:
             shutil.copyfileobj(stream, sys.stdout.buffer)
     elif stop_id is not None:
         background.stop(workspace, stop_id)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,8 @@ LOG, INFO = "output.log", "info.json"
 _CODE = "exit-code"
 _SCRIPT = f'trap : TERM; "$@"; echo $? >"$0/{_CODE}"'
 _GRACE = 10.0
+_LOOK = 0.1
+"""How long a command is watched for a program that cannot be run."""
 
 
 class BackgroundCommand(BaseModel):
@@ -64,14 +67,31 @@ def start(workspace: Workspace, command: Sequence[str], env: Mapping[str, str]) 
     with (directory / LOG).open("ab") as log:
         os.fchmod(log.fileno(), 0o600)
         fcntl.flock(log, fcntl.LOCK_EX)
+        began = datetime.now(UTC)
+        stdout = log if workspace.is_host else subprocess.PIPE
         process = subprocess.Popen(
-            script, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+            script, stdin=subprocess.DEVNULL, stdout=stdout, stderr=log, env=env, start_new_session=True
         )
-    began = datetime.now(UTC)
+    _check_start(process, directory)
     info = BackgroundCommand(id=directory.name, command=list(command), started_at=began, pid=process.pid)
     write_json(directory / INFO, info.model_dump(mode="json"), durable=False)
     process.returncode = 0  # it is meant to outlive this process
     return info.id
+
+
+def _check_start(process: subprocess.Popen[bytes], directory: Path) -> None:
+    """Raise what the log says if the command did not start. The client writes a line when it did, as its output goes to
+    the log; a program that is missing shows by its exit code."""
+    started = True
+    if process.stdout is not None:
+        with process.stdout:
+            started = process.stdout.readline() != b""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_LOOK if started else None)
+        if not started or (directory / _CODE).read_text().strip() in ("126", "127"):
+            said = (directory / LOG).read_text(errors="replace").strip()
+            shutil.rmtree(directory)
+            raise WorkspaceError(f"the command did not start: {said.removeprefix('pier: ')}", code="not-started")
 
 
 def _new_directory(workspace: Workspace) -> Path:

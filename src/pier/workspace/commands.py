@@ -99,6 +99,8 @@ async def run_command(
             code: int | None = None
             try:
                 process = await live.spawn(order, endpoint, hand_on)
+                if log:
+                    writer.write(frames.pack(frames.STDOUT, b"started\n"))
                 on_resize = cast.resize if cast is not None else None
                 async with process:
                     result = await remote.attend(process, reader, writer, size if order.tty else None, on_resize)
