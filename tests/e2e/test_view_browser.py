@@ -247,6 +247,7 @@ def test_an_export_opens_from_disk_and_has_no_secrets(jobs: Path, tmp_path: Path
         page.locator("tbody a").first.click()
         page.locator(".grid tbody a").first.click()
         page.locator("tbody tr a", has_text=name).click()
+        page.wait_for_url(f"**{name}**")  # until its scripts have run
         assert page.locator("#steps > .step").count() == 7 and page.locator("text=[REDACTED]").count() > 0
         page.keyboard.press("j")
         assert page.locator(".step.on").count() == 1
