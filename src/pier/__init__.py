@@ -22,7 +22,7 @@ _HOMES = {
     "pier.network.policy": "NetworkPolicy",
     "pier.rollout.rollouts": "Rollout Rollouts rollouts",
     "pier.rollout.samples": "Sample SampleBuilder",
-    "pier.sandbox.contract": "Backend FileInfo Limits Mount Process Result Sandbox SandboxSpec",
+    "pier.sandbox.contract": "Backend FileInfo Limits Mount NewFile Process Result Sandbox SandboxSpec",
     "pier.task": "Task load_task",
     "pier.trial.result": "TrialResult",
     "pier.wire.turn": "Request Sampling Tokens Turn",

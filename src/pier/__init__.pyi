@@ -38,6 +38,7 @@ from pier.sandbox.contract import Backend as Backend
 from pier.sandbox.contract import FileInfo as FileInfo
 from pier.sandbox.contract import Limits as Limits
 from pier.sandbox.contract import Mount as Mount
+from pier.sandbox.contract import NewFile as NewFile
 from pier.sandbox.contract import Process as Process
 from pier.sandbox.contract import Result as Result
 from pier.sandbox.contract import Sandbox as Sandbox

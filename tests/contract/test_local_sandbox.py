@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ import pytest
 from pier.errors import PierError, SandboxError
 from pier.image.model import Image, ImageConfig
 from pier.lease import Lease
-from pier.sandbox import Limits, Mount, SandboxSpec, open_backend
-from pier.sandbox.host import host_image
+from pier.sandbox import Limits, Mount, SandboxSpec, host, open_backend
+from pier.sandbox.host import HostRoot, host_image
 from pier.sandbox.local import LocalBackend
 from tests.overlay import overlay
 
@@ -41,6 +42,20 @@ async def test_host_image_is_copied_on_write(backend: LocalBackend, is_root: boo
         if is_root:
             assert (await one.exec("echo x > /usr/bin/pier-test-new")).ok
             assert not Path("/usr/bin/pier-test-new").exists()
+
+
+async def test_a_directory_that_was_removed_after_it_was_listed_is_left_out(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def prepare(layer: Path) -> HostRoot:
+        prepared = host.prepare(layer)
+        return replace(prepared, trees=(*prepared.trees, str(tmp_path / "gone")))
+
+    monkeypatch.setattr("pier.sandbox.local.backend.prepare", prepare)
+    for _ in range(2):
+        async with await backend.start(SandboxSpec(host_image())) as sandbox:
+            assert (await sandbox.exec("test -x /usr/bin/env")).ok
+            assert not (await sandbox.exec(["ls", str(tmp_path / "gone")])).ok
 
 
 async def test_root_inside_is_not_root_outside(backend: LocalBackend, image: Image) -> None:

@@ -37,7 +37,7 @@ JSON = st.recursive(
     max_leaves=5,
 )
 METHODS = (
-    "exec", "environment", "place", "write_file", "data", "read_file", "upload", "download", "put_packed", "get_tar",
+    "exec", "environment", "place", "write_file", "data", "read_file", "upload", "download", "get_tar",
     "put_files", "remove", "listen", "mkdir", "stat", "list_dir", "as_user",
 )  # fmt: skip
 OPERATIONS = ("exec", "copy", "probe", "signal", "kill", "listen", "network", "none of these")
@@ -60,7 +60,6 @@ async def _call(sandbox: Sandbox, name: str, one: Any, two: Any, scratch: Path) 
         "read_file": lambda: sandbox.read_file(one, max_bytes=two),
         "upload": lambda: sandbox.upload(Path("/etc/passwd"), one, owner=two),
         "download": lambda: sandbox.download(one, scratch / os.urandom(6).hex(), exclude=two),
-        "put_packed": lambda: sandbox.put_packed(one, "/srv", clear=two),
         "put_files": lambda: sandbox.put_files([NewFile(one, 0o644, two)], "/srv"),
         "get_tar": lambda: _take(sandbox.get_tar(one)),
         "remove": lambda: sandbox.remove(one),

@@ -13,6 +13,7 @@ import pytest
 
 from pier.sandbox.contract import Limits
 from pier.sandbox.linux.limits import ControlGroup, Hierarchies, _enable, find_cgroups
+from pier.sandbox.linux.zygote import make_group
 
 pytestmark = pytest.mark.plain
 
@@ -32,8 +33,11 @@ def make(made: list[ControlGroup], **limits: float) -> ControlGroup:
         pytest.skip("no writable control groups here")
     if missing := set(limits) - hierarchies.limits:
         pytest.skip(f"control groups here do not limit {missing}")
-    group = hierarchies.make(f"test-{secrets.token_hex(4)}", Limits(**limits), own_processes=0)  # type: ignore[arg-type]
+    plan = hierarchies.plan(f"test-{secrets.token_hex(4)}", Limits(**limits), own_processes=0)  # type: ignore[arg-type]
+    group = ControlGroup(tuple(plan))
     made.append(group)
+    for path, settings in plan.items():
+        make_group(path, settings)
     return group
 
 
@@ -121,8 +125,9 @@ def test_v2_limits_are_written_and_kills_are_read(tmp_path: Path) -> None:
         (group / name).touch()
     (group / "memory.events").write_text("low 0\nhigh 0\nmax 4\noom 1\noom_kill 3\noom_group_kill 0\n")
     hierarchies = Hierarchies(2, dict.fromkeys(("memory", "pids", "cpu"), tmp_path))
-    made = hierarchies.make("box", Limits(cpus=1.5, memory=1 << 30, processes=10), own_processes=3)
-    assert made.paths == (str(group),) and made.oom_kills() == 3
+    plan = hierarchies.plan("box", Limits(cpus=1.5, memory=1 << 30, processes=10), own_processes=3)
+    assert list(plan) == [str(group)] and ControlGroup(tuple(plan)).oom_kills() == 3
+    make_group(str(group), plan[str(group)])
     written = {name: (group / name).read_text() for name in ("memory.max", "memory.swap.max", "pids.max", "cpu.max")}
     assert written == {
         "memory.max": str(1 << 30),

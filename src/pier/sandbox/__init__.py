@@ -13,7 +13,7 @@ from typing import Any
 
 from pier.lease import Lease
 from pier.plugin import find
-from pier.sandbox.contract import Backend, Capabilities, Limits, Mount, Process, Result, Sandbox, SandboxSpec
+from pier.sandbox.contract import Backend, Capabilities, Limits, Mount, NewFile, Process, Result, Sandbox, SandboxSpec
 
 BACKENDS = {
     "local": "pier.sandbox.local:LocalBackend",
@@ -33,6 +33,7 @@ __all__ = [
     "Capabilities",
     "Limits",
     "Mount",
+    "NewFile",
     "Process",
     "Result",
     "Sandbox",

@@ -222,6 +222,8 @@ def _problem(value: Any) -> str | None:
         return f"a string, got {type(value).__name__}"
     if "\0" in value:
         return "a string without a NUL"
+    if value.isascii():
+        return None
     try:
         value.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

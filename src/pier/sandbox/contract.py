@@ -12,7 +12,7 @@ import socket
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,7 +88,7 @@ class Limits:
 
     def named(self) -> dict[str, Any]:
         """The limits by their names."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,23 +408,13 @@ class Sandbox(ABC):
         """Unpack a tar stream below the directory `target` (made if missing) with its owners, modes and links. An
         entry that would land outside `target` is a `SandboxError` with code `unsafe_archive`."""
 
-    async def put_packed(self, archive: bytes, target: str, *, clear: Sequence[str] = ()) -> None:
-        """`put_tar` of an archive that is in memory, after each of the paths `clear` was removed as by `remove`."""
-        from pier.sandbox.arguments import check_bytes, check_paths
-
-        check_bytes("archive", archive)
-        check_paths("clear", clear)
-
-        async def once() -> AsyncIterator[bytes]:
-            yield archive
-
-        for path in clear:
-            await self.remove(path)
-        await self.put_tar(once(), target)
-
     async def put_files(self, files: Sequence[NewFile], target: str, *, clear: Sequence[str] = ()) -> None:
         """Make a few small files and directories of root's below the directory `target` (made if missing), after each
         of the paths `clear` was removed as by `remove`. A directory that is there gets the mode."""
+        from pier.sandbox.arguments import check_files, check_paths
+
+        check_files("files", files)
+        check_paths("clear", clear)
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for file in files:
@@ -432,7 +422,13 @@ class Sandbox(ABC):
                 entry.type = tarfile.DIRTYPE if file.data is None else tarfile.REGTYPE
                 entry.mode, entry.mtime, entry.size = file.mode, file.mtime, len(file.data or b"")
                 archive.addfile(entry, io.BytesIO(file.data or b""))
-        await self.put_packed(buffer.getvalue(), target, clear=clear)
+
+        async def once() -> AsyncIterator[bytes]:
+            yield buffer.getvalue()
+
+        for path in clear:
+            await self.remove(path)
+        await self.put_tar(once(), target)
 
     @abstractmethod
     def get_tar(self, source: str) -> AsyncIterator[bytes]:

@@ -28,7 +28,7 @@ from pier.tree import FAULTS, TreeError, open_regular
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(extra="ignore", protected_namespaces=(), defer_build=True)
 
 
 class TimingInfo(_Part):

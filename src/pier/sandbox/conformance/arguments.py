@@ -69,8 +69,6 @@ WRONG: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "put_tar(stream)": (lambda s, _, x: s.put_tar(x, "/srv"), (b"data", [b"data"], None)),
     "put_tar(chunk)": (lambda s, _, x: s.put_tar(_chunks(x), "/srv"), ("text", 7, None)),
     "put_tar(target)": (lambda s, _, x: s.put_tar(_chunks(b""), x), (*NOT_A_STRING, "")),
-    "put_packed(archive)": (lambda s, _, x: s.put_packed(x, "/srv"), ("text", None)),
-    "put_packed(clear)": (lambda s, _, x: s.put_packed(b"", "/srv", clear=x), ("/srv", [SURROGATE], [""], None)),
     "put_files(files)": (lambda s, _, x: s.put_files(x, "/srv"), ("text", [7], None)),
     "put_files(path)": (lambda s, _, x: s.put_files([NewFile(x, 0o644)], "/srv"), (*NOT_A_STRING, "")),
     "put_files(clear)": (lambda s, _, x: s.put_files([], "/srv", clear=x), ("/srv", [SURROGATE], [""], None)),

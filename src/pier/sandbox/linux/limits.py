@@ -9,12 +9,11 @@ below its limit where the file system has no quota for it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +28,8 @@ _CONTROLLERS = ("memory", "pids", "cpu")
 _LIMITED = {"memory": "memory", "pids": "processes", "cpu": "cpus"}
 """The limit that each controller keeps."""
 _PERIOD = 100_000
+Setting = tuple[str, str, bool]
+"""A file of a group, what is written to it, and whether it must exist: not every kernel limits swap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +44,14 @@ class Hierarchies:
         """The fields of `Limits` that groups made here enforce."""
         return frozenset(_LIMITED[controller] for controller in self.parents)
 
-    def place(self, id: str) -> tuple[str, ...]:
-        """The directories of the group `id`, whether or not they exist."""
-        return tuple(sorted({f"{parent}/{id}" for parent in self.parents.values()}))
-
-    def make(self, id: str, limits: Limits, *, own_processes: int = 1) -> ControlGroup:
-        """Make a group with these limits. `own_processes` are pier's own inside, which the limit does not count."""
-        wanted = {
-            controller: f"{parent}/{id}"
-            for controller, parent in self.parents.items()
-            if getattr(limits, _LIMITED[controller]) is not None
-        }
-        group = ControlGroup(tuple(sorted(set(wanted.values()))))
-        try:
-            for path in group.paths:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(path)
-            for controller, path in wanted.items():
-                _limit(self.version, controller, path, limits, own_processes)
-        except OSError:
-            group.remove()
-            raise
-        return group
+    def plan(self, id: str, limits: Limits, *, own_processes: int = 1) -> dict[str, list[Setting]]:
+        """The directories that make up the group `id` with these limits, and what to write into each. `own_processes`
+        are pier's own inside, which the limit does not count."""
+        plan: dict[str, list[Setting]] = {}
+        for controller, parent in self.parents.items():
+            if getattr(limits, _LIMITED[controller]) is not None:
+                plan.setdefault(f"{parent}/{id}", []).extend(_settings(self.version, controller, limits, own_processes))
+        return plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,22 +169,20 @@ def _open_v1(mount: Path) -> Path | None:
     return parent if os.access(parent, os.W_OK) else None
 
 
-def _limit(version: int, controller: str, path: str, limits: Limits, own: int) -> None:
+def _settings(version: int, controller: str, limits: Limits, own: int) -> Iterator[Setting]:
     if controller == "pids" and limits.processes is not None:
-        _write(f"{path}/pids.max", str(limits.processes + own))
+        yield "pids.max", str(limits.processes + own), True
     if controller == "memory" and limits.memory is not None:
         size = str(limits.memory)
-        _write(f"{path}/memory.{'max' if version == 2 else 'limit_in_bytes'}", size)
-        with contextlib.suppress(FileNotFoundError):
-            swap = "memory.swap.max" if version == 2 else "memory.memsw.limit_in_bytes"
-            _write(f"{path}/{swap}", "0" if version == 2 else size)
+        yield f"memory.{'max' if version == 2 else 'limit_in_bytes'}", size, True
+        yield ("memory.swap.max", "0", False) if version == 2 else ("memory.memsw.limit_in_bytes", size, False)
     if controller == "cpu" and limits.cpus is not None:
         quota = max(1000, round(limits.cpus * _PERIOD))
         if version == 2:
-            _write(f"{path}/cpu.max", f"{quota} {_PERIOD}")
+            yield "cpu.max", f"{quota} {_PERIOD}", True
         else:
-            _write(f"{path}/cpu.cfs_period_us", str(_PERIOD))
-            _write(f"{path}/cpu.cfs_quota_us", str(quota))
+            yield "cpu.cfs_period_us", str(_PERIOD), True
+            yield "cpu.cfs_quota_us", str(quota), True
 
 
 def _write(path: str, text: str) -> None:

@@ -138,7 +138,6 @@ class Zygote:
         trees = plan["trees"]
         shifted = self._can_shift([message["directory"], *message["layers"], *(["/"] if trees else [])])
         view = self._view(trees, shifted)
-        plan["binds"] = [] if view else [{"source": tree, "to": tree, "read_only": True} for tree in trees]
         lowers = [(self._skeleton(shifted), 0), *view, *(self._lower(path, shifted) for path in message["layers"])]
         held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fds.append(held)
@@ -151,12 +150,19 @@ class Zygote:
         try:
             plan["lowers"] = [self._reach(spare, lower, fds) for lower in lowers]
             plan["layers"] = len(fds) - 2
-            for wanted in (*plan["mounts"], *plan["binds"]):
+            for wanted in plan["mounts"]:
                 if "source" in wanted:
                     wanted["tree"] = len(fds) - 1
                     fds.append(self._open_source(HOST + wanted["source"], shifted, read_only=wanted["read_only"]))
+            plan["binds"] = []
+            for tree in () if view else trees:
+                with contextlib.suppress(FileNotFoundError):  # removed since the backend listed them
+                    fds.append(self._open_source(HOST + tree, shifted, read_only=True))
+                    plan["binds"].append({"to": tree, "tree": len(fds) - 2})
             plan["groups"] = len(message["groups"])
-            fds.extend(os.open(HOST + path, os.O_WRONLY | os.O_CLOEXEC) for path in message["groups"])
+            for path, settings in message["groups"].items():
+                make_group(HOST + path, settings)
+                fds.append(os.open(f"{HOST}{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
             wire.send(spare.control, plan, fds)
             answer = {"id": message["id"], "pid": spare.pid, "shifted": shifted}
             wire.send(self.sock, answer, [spare.pidfd, spare.control.fileno()])
@@ -234,7 +240,7 @@ class Zygote:
         return fd
 
     def _lower(self, path: str, shifted: bool) -> tuple[str, int]:
-        """Where the layer `path` is mounted, with shifted ids if need be, and the how manieth it was."""
+        """Where the layer `path` is mounted, with shifted ids if need be, and its number in order of mounting."""
         found = os.stat(HOST + path)
         key = (path, found.st_dev, found.st_ino, shifted)
         if key in self.lowers:
@@ -262,7 +268,8 @@ class Zygote:
         if trees and key not in self.lowers and self.shift >= 0 and self.viewable:
             try:
                 owner = self.config["root_outside"] if shifted else 0
-                target = make_view(self._mount_point, trees, self.shift if shifted else None, owner)
+                found = [tree for tree in trees if os.path.isdir(HOST + tree)]
+                target = make_view(self._mount_point, found, self.shift if shifted else None, owner)
                 self.spares.layers += 1
                 self.lowers[key] = target, self.spares.layers
             except OSError:
@@ -337,6 +344,19 @@ def look(message: dict[str, Any], lowers: list[str], most: int | None = None) ->
         descend = message.get("descend", False)
         return {"bytes": changes.measure(f"{HOST}/proc", message["pid"], *paths, descend=descend)}
     return {"changes": changes.compare(HOST + message["path"], lowers, most)}
+
+
+def make_group(path: str, settings: list[tuple[str, str, bool]]) -> None:
+    """Make a control group. The kernel makes one at a time, so pier's own process would wait long for it."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+    for name, value, required in settings:
+        with contextlib.nullcontext() if required else contextlib.suppress(FileNotFoundError):
+            fd = os.open(f"{path}/{name}", os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.write(fd, value.encode())
+            finally:
+                os.close(fd)
 
 
 def _hidden_from_root() -> list[dict[str, Any]]:

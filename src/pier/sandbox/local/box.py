@@ -68,15 +68,13 @@ class LocalBox:
     ) -> None:
         """Make everything; when this raises or is cancelled, `stop` removes what was made. `cage`: where to make a
         control group, and with which limits."""
-        groups = cage[0].place(self.id) if cage else ()
+        groups = cage[0].plan(self.id, cage[1], own_processes=_OWN_PROCESSES) if cage else {}
         kept = {"keep": str(keep)} if keep else {}
-        self._lease.write(KIND, self.id, {"directory": str(self.directory), "groups": groups, **kept})
+        self._lease.write(KIND, self.id, {"directory": str(self.directory), "groups": list(groups), **kept})
         make_private(self.directory)
-        if cage is not None:
-            self._group = cage[0].make(self.id, cage[1], own_processes=_OWN_PROCESSES)
-        message = {"op": "start", "directory": str(self.directory), "plan": plan, "layers": layers}
-        message["groups"] = self._group.files if self._group is not None else ()
+        message = {"op": "start", "directory": str(self.directory), "plan": plan, "layers": layers, "groups": groups}
         zygote = await self._zygotes.pick()
+        self._group = ControlGroup(tuple(groups)) if groups else None
         self._asked = zygote.ask(message)
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -143,7 +141,7 @@ class LocalBox:
             await wait_for_end(self.directory)
         if hasattr(self, "channel"):
             self.channel.close()
-        if self._group is not None and not self._group.remove(0):
+        if self._group is not None:
             await asyncio.to_thread(self._group.remove)
 
     async def remove(self) -> None:
