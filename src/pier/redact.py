@@ -116,8 +116,8 @@ class Redactor:
             return [secret for secret in self._secrets if secret.may_be_in(data)]
         found = set(self._parts.get(0, {}).get(b"", ()))
         for size, parts in self._parts.items():
-            for at in range(len(data) - size + 1):
-                found.update(parts.get(data[at : at + size], ()))
+            for part in parts.keys() & {data[at : at + size] for at in range(len(data) - size + 1)}:
+                found.update(parts[part])
         return [secret for number in sorted(found) if (secret := self._secrets[number]).may_be_in(data)]
 
     def text(self, text: str) -> str:
@@ -375,9 +375,14 @@ class StreamRedactor:
         if self.lines and not self.redactor.has_lines and not self._ends_wrapped(data):
             return self._read(data)
         clean = self._cut(data)
-        keep = min(len(clean), self.redactor.longest + _WRAPPED_MOST)
+        keep = min(len(clean), self._reach)
         self._held = clean[len(clean) - keep :]
         return self._read(clean[: len(clean) - keep])
+
+    @property
+    def _reach(self) -> int:
+        """How far before its end a secret may begin, with the start of the line of base64 that it stands in."""
+        return self.redactor.longest + _WRAPPED_MOST
 
     def _ends_wrapped(self, data: bytes) -> bool:
         """Whether the next line may go on with base64 that began in this one."""
@@ -401,7 +406,13 @@ class StreamRedactor:
     def _read(self, data: bytes) -> bytes:
         if not self.lines:
             return data
-        *whole, self._rest = self._cut(self._rest + data).splitlines(keepends=True) or [b""]
+        seen = max(0, len(self._rest) - self._reach)  # no secret that ends in `data` begins before
+        clean, head = self._cut(self._rest[seen:] + data), self._rest[:seen]
+        *whole, self._rest = clean.splitlines(keepends=True) or [b""]
+        if whole:
+            whole[0] = head + whole[0]
+        else:
+            self._rest = head + self._rest
         if self._rest.endswith(b"\n"):
             whole, self._rest = [*whole, self._rest], b""
         elif len(self._rest) > _LONGEST_LINE:
@@ -465,10 +476,11 @@ class StreamRedactor:
 
 def _parse(data: bytes) -> Any:
     """A JSON object, or several with commas between them as a list."""
+    text = data.decode(errors="surrogatepass")
     try:
-        return json.loads(data)
+        return json.loads(text)
     except ValueError:
-        return json.loads(b"[" + data + b"]")
+        return json.loads(f"[{text}]")
 
 
 def _replace(pieces: list[_Piece], spans: list[tuple[int, int]]) -> None:
