@@ -227,7 +227,8 @@ async def test_an_agent_that_stops_waiting_for_a_provider_that_is_down(tmp_path:
     limit = replies(429, b'{"error": {"message": "later"}}', {"Retry-After": "60"})
     async with fake_provider(limit) as fake, run(tmp_path, fake, retry=Retry()) as agent:
         asking = asyncio.create_task(agent.ask())
-        while not agent.session.gateway.upstreams.limiter(fake.provider("chat")).is_closed:
+        limiter = agent.session.gateway.upstreams.limiter(fake.provider("chat"))
+        while not limiter.closed_for(agent.session.recorder):
             await asyncio.sleep(0.01)
         queued = asyncio.create_task(agent.ask("second"))
         while agent.session.counts.most < 2:

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from pier.gateway import Gateway
 from pier.gateway.budget import Budget
-from tests.gateway_fakes import PATHS, fake_provider, request_body
+from tests.gateway_fakes import HELLO, PATHS, fake_provider, post, replies, request_body, says
 from tests.redteam import route
 
 
@@ -77,3 +77,32 @@ async def test_calls_that_are_given_up_count(budget: Budget, behaviour: Any, cal
             assert answer.status == 400 and "tokens of this session are used" in await answer.text()
         assert (session.meter.input_tokens, session.meter.output_tokens) == (0, 0), "no guess is reported"
         await session.close()
+
+
+@route(
+    "verdicts",
+    "an agent provokes rate limits with long pauses, in many calls at once",
+    "only its own session waits; all do once most sessions meet the limit",
+)
+@pytest.mark.parametrize("concurrency", [None, 2])
+async def test_a_provoked_rate_limit_holds_its_own_session(concurrency: int | None) -> None:
+    later = replies(429, b'{"error": {"message": "too many tokens"}}', {"Retry-After": "100"})
+
+    async def huge_is_limited(request: web.BaseRequest, raw: bytes) -> web.StreamResponse:
+        return await (later if b"huge" in raw else says(HELLO))(request, raw)
+
+    async with fake_provider(huge_is_limited) as fake, Gateway() as gateway, asyncio.timeout(30):
+        provider, url = fake.provider("chat", concurrency=concurrency), await gateway.serve()
+        hostile, *others = (gateway.session("m", upstream=provider) for _ in range(4))
+        for session in others:
+            assert (await post(url, PATHS["chat"], session.key, request_body("chat")))[0] == 200
+        body = request_body("chat", "huge")
+        held = [asyncio.create_task(post(url, PATHS["chat"], hostile.key, body)) for _ in range(4)]
+        while len(fake.asked) < 5:
+            await asyncio.sleep(0.01)
+        for session in others:
+            assert (await post(url, PATHS["chat"], session.key, request_body("chat")))[0] == 200
+        assert not any(each.done() for each in held), "its own calls wait"
+        for each in held:
+            each.cancel()
+        await asyncio.gather(*held, return_exceptions=True)

@@ -275,41 +275,47 @@ class Upstreams:
     async def ask(self, out: Outgoing, record: CallRecord) -> Answer:
         """The beginning of a good answer (status below 400), as a context manager: leaving early ends the upstream's
         generation."""
-        limiter = self.limiter(out.provider)
-        await limiter.acquire()
-        try:
-            answer = await self._attempts(out, record, limiter)
-        except BaseException:
-            limiter.release()
-            raise
-        answer.limiter = limiter
-        return answer
-
-    async def _attempts(self, out: Outgoing, record: CallRecord, limiter: Limiter) -> Answer:
+        limiter, session = self.limiter(out.provider), record.recorder
         began, attempt, stale = time.monotonic(), 0, False
         while True:
             attempt += not stale
-            if limiter.is_closed:
+            if limiter.closed_for(session) > 0:
                 record.held("rate_limit")
-            await limiter.pass_gate()
+            await limiter.acquire(session)
             try:
-                return await self._attempt(out, record)
-            except UpstreamFailed as failed:
-                stale = failed.stale
-                wait = 0.0 if stale else None
-                if failed.passing and not stale:
-                    limited = failed.fault == "rate_limit"
-                    wait = self.retry.pause(attempt, time.monotonic() - began, failed.asked, limited=limited)
-                plain = out.without(failed) if wait is None else None
-                record.failed(failed.message, 0.0 if plain else wait, None if stale else failed.fault)
-                if plain is not None:
-                    return await self._ask_plainly(plain, record, failed)
-                if wait is None:
-                    raise
-                if failed.asked:
-                    limiter.close_for(wait)
-                else:
-                    await pause(wait)
+                found = await self._try(out, record, attempt, began)
+            except BaseException:
+                limiter.release()
+                raise
+            if isinstance(found, Answer):
+                found.limiter = limiter
+                return found
+            failed, wait = found
+            stale = failed.stale
+            if failed.asked:
+                limiter.close_for(session, wait)
+            limiter.release()
+            if not failed.asked:
+                await pause(wait)
+
+    async def _try(
+        self, out: Outgoing, record: CallRecord, attempt: int, began: float
+    ) -> Answer | tuple[UpstreamFailed, float]:
+        """An answer; or a fault that may pass, and how long to wait until the next attempt."""
+        try:
+            return await self._attempt(out, record)
+        except UpstreamFailed as failed:
+            wait = 0.0 if failed.stale else None
+            if failed.passing and not failed.stale:
+                limited = failed.fault == "rate_limit"
+                wait = self.retry.pause(attempt, time.monotonic() - began, failed.asked, limited=limited)
+            plain = out.without(failed) if wait is None else None
+            record.failed(failed.message, 0.0 if plain else wait, None if failed.stale else failed.fault)
+            if plain is not None:
+                return await self._ask_plainly(plain, record, failed)
+            if wait is None:
+                raise
+            return failed, wait
 
     async def _ask_plainly(self, plain: Outgoing, record: CallRecord, failed: UpstreamFailed) -> Answer:
         """Ask once more, without the agent's headers, query and optional fields: only what is refused then too is the
