@@ -145,8 +145,9 @@ class LocalBox:
             await asyncio.to_thread(self._group.remove)
 
     async def remove(self) -> None:
-        """Remove the directory and strike out the lease. A zygote is asked for what is much or belongs to others."""
-        if not _is_removed(str(self.directory)):
+        """Remove the directory and strike out the lease. A zygote is asked for what is much or belongs to others. A
+        disk's journal may hold up each removal, so a thread waits for it."""
+        if not await asyncio.to_thread(_is_removed, str(self.directory)):
             await self._zygotes.remove(self.directory)
         self._lease.strike(KIND, self.id)
 
