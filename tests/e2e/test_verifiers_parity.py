@@ -71,6 +71,7 @@ def test_scores_rows_and_numbers_are_the_same() -> None:
     assert set(theirs["metadata"]) - set(ours["metadata"]) == set()
     taken = {*ours["evaluate"], *ours["generate"]}
     assert {*theirs["evaluate"], *theirs["generate"]} - taken == {"kwargs"}
+    assert set(theirs["flags"]) - set(ours["flags"]) == {"-h", "--help"}
     assert set(theirs["names"]) - set(ours["names"]) == OTHER
     for kind, absent in ABSENT.items():
         assert set(theirs[kind]) - set(ours[kind]) == absent, kind

@@ -16,6 +16,11 @@ from pier.cli.main import COMMANDS, FIRST_STEPS, cli, main
 from pier.cli.run import COMMON, GroupedOption, run
 
 MEANING = {
+    "-C": {"--state-columns"},
+    "-S": {"--sampling-args"},
+    "-T": {"--temperature"},
+    "-b": {"--base-url"},
+    "-s": {"--save"},
     "-a": {"--agent"},
     "-c": {"--config"},
     "-d": {"--dataset", "--dir", "--detach"},

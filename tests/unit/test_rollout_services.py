@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from pier.rollout.sandboxes import SharedServices
+from pier.trial.spec import fewer_collections
 
 
 async def test_a_user_that_arrives_while_they_close_gets_new_ones() -> None:
@@ -49,3 +51,18 @@ async def test_services_that_cannot_be_opened_have_no_user() -> None:
         with pytest.raises(ValueError, match="no engine"):
             async with shared.use():
                 raise AssertionError
+
+
+@pytest.mark.parametrize(("given", "during"), [((700, 10, 10), (10_000, 10, 10)), ((20_000, 5, 5), (20_000, 5, 5))])
+def test_the_callers_collector_is_as_before(given: tuple[int, int, int], during: tuple[int, int, int]) -> None:
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(*given)
+        with fewer_collections(), fewer_collections():
+            assert gc.get_threshold() == during
+        assert gc.get_threshold() == given
+        gc.set_threshold(0)
+        with fewer_collections():
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)

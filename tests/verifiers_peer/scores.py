@@ -7,10 +7,12 @@ import sys
 
 if sys.argv[1] == "pier":
     import pier.rollout as vf
+    from pier.cli.rollout import _VF_EVAL, rollout
     from pier.rollout.results import Results, ResultsHeader, output_of
     from pier.rollout.state import RolloutTiming
 else:
     import verifiers.legacy as vf
+    from verifiers.legacy.scripts.eval import build_parser
     from verifiers.legacy.types import RolloutTiming
     from verifiers.legacy.utils.save_utils import GenerateOutputsBuilder, state_to_output
 
@@ -31,6 +33,12 @@ def public(kind):
 def defaults(kind):
     given = inspect.signature(kind.__init__).parameters.values()
     return {each.name: repr(each.default) for each in given if each.default is not each.empty}
+
+
+def flags():
+    if sys.argv[1] == "pier":
+        return [name for param in rollout.params for name in param.opts] + " ".join(_VF_EVAL).split()
+    return [name for action in build_parser()._actions for name in action.option_strings]
 
 
 def plain(completion, answer):
@@ -104,6 +112,7 @@ async def main():
         "evaluate": list(inspect.signature(vf.Environment.evaluate).parameters),
         "generate": list(inspect.signature(vf.Environment.generate).parameters),
         "constructor": defaults(vf.CliAgentEnv),
+        "flags": flags(),
         "names": sorted(vf.__all__) + [name for name in NAMES if hasattr(vf, name)],
         **{kind.__name__: public(kind) for kind in (vf.CliAgentEnv, vf.Rubric, vf.Parser, vf.JudgeRubric)},
     }

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-_JSON = "a JSON object"
+from pier.cli.run import HarborCommand
+
+if TYPE_CHECKING:
+    from pier.errors import PierError
+
+
+class _Header(click.ParamType):
+    """A header of HTTP."""
+
+    name = "Name: Value"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        name, colon, content = str(value).partition(":")
+        if not colon or not name.strip():
+            self.fail(f"expected 'Name: Value', got {value!r}", param, ctx)
+        return name.strip(), content.strip()
 
 
 class _Object(click.ParamType):
@@ -22,39 +37,90 @@ class _Object(click.ParamType):
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            self.fail(f"invalid value {value!r}: expected {_JSON}", param, ctx)
+            self.fail(f"expected a JSON object, got {value!r}", param, ctx)
         return found
 
 
-@click.command()
+_CLIENT_TYPES = (
+    *("openai_chat_completions", "openai_chat_completions_token"),
+    *("openai_responses", "anthropic_messages"),
+)
+_VF_EVAL = {
+    "-a": "--env-args JSON; -a is the agent in pier run",
+    "-c": "--max-concurrent N; -c is a job file in pier run",
+    "-i": "--independent-scoring; -i selects tasks in pier run",
+    "-k": "--api-key-var NAME; -k is the number of attempts in pier run",
+    "-t": "--max-tokens N; -t is a task in pier run",
+    "-x": "--extra-env-kwargs JSON; -x leaves tasks out in pier run",
+    "-p --provider": "-m PROVIDER/MODEL, or --base-url URL with --api-key-var NAME",
+    "-v --verbose": "--debug",
+    "-R --resume": "-o DIR: the same command with the same -o goes on where it ended",
+    "-H --save-to-hf-hub -D --hf-hub-dataset-name": "-o DIR, then upload results.jsonl from there",
+    "-N --no-interleave-scoring": "leave it out: a group is scored as soon as its rollouts have ended",
+    "-d --disable-tui -f --fullscreen -A --abbreviated-summary": "leave it out: one line is printed for each rollout",
+    "-w --num-workers --disable-env-server --heartbeat-url": "leave it out: rollouts run in this process",
+    "--env-dir-path": "the path of the module: pier rollout DIR/NAME",
+    "--endpoints-path": "--base-url URL, or a provider in providers.toml",
+    "--header-from-state": "leave it out: a policy with for_session(labels) chooses the server of each rollout",
+}
+"""Flags of `vf-eval` (verifiers 0.3.1) that are not taken here, and what to use instead."""
+
+
+class _VerifiersCommand(HarborCommand):
+    """A command that verifiers has too."""
+
+    def refusal(self, flag: str) -> PierError | None:
+        from pier.errors import UsageError
+
+        instead = next((text for names, text in _VF_EVAL.items() if flag in names.split()), None)
+        return UsageError(f"unsupported flag {flag} of vf-eval", hint=instead, code="not-done") if instead else None
+
+
+@click.command(cls=_VerifiersCommand)
 @click.argument("module")
 @click.option("-m", "--model", required=True, help="Model: PROVIDER/MODEL, script:PATH, or a name at --base-url.")
 @click.option("-n", "--num-examples", type=click.IntRange(1), help="Roll out only the first N rows of the dataset.")
 @click.option(
     "-r",
     "--rollouts",
+    "--rollouts-per-example",
     type=click.IntRange(1),
     default=1,
     show_default=True,
     help="Rollouts of each row, scored together.",
 )
-@click.option("--concurrency", type=click.IntRange(1), default=32, show_default=True, help="Rollouts at once.")
+@click.option(
+    "--concurrency", "--max-concurrent", type=click.IntRange(1), default=32, show_default=True, help="Rollouts at once."
+)
 @click.option("--env-args", type=_Object(), help="Arguments of load_environment(), as a JSON object.")
-@click.option("--set", "attributes", type=_Object(), help="Attributes of the environment, as a JSON object.")
-@click.option("--base-url", help="Address of an OpenAI-compatible server.")
-@click.option("--key-var", default="OPENAI_API_KEY", show_default=True, help="Variable with the server's key.")
+@click.option(
+    "--set", "--extra-env-kwargs", "attributes", type=_Object(), help="Attributes of the environment, as a JSON object."
+)
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), help="Seconds for each rollout.")
+@click.option("-b", "--base-url", "--api-base-url", help="Address of an OpenAI-compatible server.")
+@click.option(
+    "--key-var", "--api-key-var", default="OPENAI_API_KEY", show_default=True, help="Variable with the server's key."
+)
+@click.option("--api-client-type", type=click.Choice(_CLIENT_TYPES), help="What the server at --base-url speaks.")
+@click.option("--header", "headers", type=_Header(), multiple=True, help="A header for the server; repeatable.")
 @click.option("--tokens", is_flag=True, help="Ask the server for token ids and log-probs (vLLM, SGLang).")
 @click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of one model call.")
-@click.option("--temperature", type=click.FloatRange(0), help="Sampling temperature.")
-@click.option("--sampling-args", type=_Object(), help="Sampling parameters, as a JSON object.")
+@click.option("-T", "--temperature", type=click.FloatRange(0), help="Sampling temperature.")
+@click.option("-S", "--sampling-args", type=_Object(), help="Sampling parameters, as a JSON object; they go first.")
 @click.option("-e", "--env", "backend", help="Sandbox backend: local, docker or module:Class.")
 @click.option("--shuffle", is_flag=True, help="Shuffle the rows before the first N are taken.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of --shuffle.")
+@click.option("--seed", "--shuffle-seed", type=int, default=0, show_default=True, help="Seed of --shuffle.")
 @click.option("--max-retries", type=click.IntRange(0), default=3, show_default=True, help="Retries after faults.")
-@click.option("--independent", is_flag=True, help="Score each rollout alone instead of by group.")
-@click.option("--state-columns", default="", help="Keys of the state to keep in each row, separated by commas.")
-@click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Directory to save results to.")
-@click.option("--save", is_flag=True, help="Save results below ./outputs.")
+@click.option("--independent", "--independent-scoring", is_flag=True, help="Score each rollout alone, not its group.")
+@click.option("-C", "--state-columns", default="", help="Keys of the state to keep in each row, separated by commas.")
+@click.option(
+    "-o",
+    "--out",
+    "--output-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory to save results to.",
+)
+@click.option("-s", "--save", "--save-results", is_flag=True, help="Save results below ./outputs.")
 @click.option("--samples", type=click.Path(path_type=Path, dir_okay=False), help="Write training samples to FILE.")
 @click.option(
     "--format",
@@ -80,31 +146,44 @@ def rollout(module: str, **flags: Any) -> None:
 
     from pier.rollout.modules import load_environment
 
+    client = _client(flags)
     environment = load_environment(module, **(flags["env_args"] or {}))
-    environment.set_kwargs(**(flags["attributes"] or {}))
-    if flags["backend"]:
-        environment.set_kwargs(backend=flags["backend"])
+    named = {"timeout_seconds": flags["timeout"], "backend": flags["backend"]}
+    attributes = {**(flags["attributes"] or {}), **{name: value for name, value in named.items() if value is not None}}
+    environment.set_kwargs(**attributes)
     with ExitStack() as stack:
         on_state = None
         if flags["samples"]:
             from pier.rollout.results import sample_writer
 
             on_state = stack.enter_context(sample_writer(flags["samples"], flags["form"]))
-        results = asyncio.run(_evaluate(environment, flags, on_state))
+        results = asyncio.run(_evaluate(environment, client, flags, on_state))
     _show(results, flags)
     if results["metadata"]["without_reward"] == len(results["outputs"]) > 0:
         raise click.exceptions.Exit(1)
 
 
-async def _evaluate(environment: Any, flags: dict[str, Any], on_state: Any) -> dict[str, Any]:
+def _client(flags: dict[str, Any]) -> Any:
+    """Who samples: the server that flags describe, or None, so that the model's name says it."""
+    from pier.errors import UsageError
     from pier.rollout.client import ClientConfig
 
-    client = None
+    if str(flags["backend"]).endswith(".toml"):
+        hint = "--base-url URL, or a provider in providers.toml; -e is the backend"
+        raise UsageError(f"unsupported registry of endpoints {flags['backend']}", hint=hint, code="not-done")
     if flags["base_url"]:
-        kind = "openai_chat_completions_token" if flags["tokens"] else "openai_chat_completions"
-        client = ClientConfig(client_type=kind, api_base_url=flags["base_url"], api_key_var=flags["key_var"])
-    sampling = dict(flags["sampling_args"] or {})
-    sampling |= {name: flags[name] for name in ("max_tokens", "temperature") if flags[name] is not None}
+        kind = "openai_chat_completions_token" if flags["tokens"] else flags["api_client_type"] or _CLIENT_TYPES[0]
+        server = {"api_base_url": flags["base_url"], "api_key_var": flags["key_var"]}
+        return ClientConfig(client_type=kind, extra_headers=dict(flags["headers"]), **server)
+    for name, flag in (("tokens", "--tokens"), ("headers", "--header"), ("api_client_type", "--api-client-type")):
+        if flags[name]:
+            raise UsageError(f"{flag} needs --base-url", hint="or set tokens, headers and dialects in providers.toml")
+    return None
+
+
+async def _evaluate(environment: Any, client: Any, flags: dict[str, Any], on_state: Any) -> dict[str, Any]:
+    sampling = {name: flags[name] for name in ("max_tokens", "temperature") if flags[name] is not None}
+    sampling |= flags["sampling_args"] or {}
     return await environment.evaluate(
         client,
         flags["model"],

@@ -16,6 +16,7 @@ from click.shell_completion import CompletionItem
 from pier.cli.main import enable_debug
 
 if TYPE_CHECKING:
+    from pier.errors import PierError
     from pier.job.command import Show
     from pier.job.config import JobConfig, Setting
 
@@ -153,11 +154,15 @@ class HarborCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            from pier.job.load import unsupported
-
-            if refused := unsupported(error.option_name):
+            if refused := self.refusal(error.option_name):
                 raise refused from None
             raise
+
+    def refusal(self, flag: str) -> PierError | None:
+        """The error for a flag that its users know from elsewhere; None for an unknown one."""
+        from pier.job.load import unsupported
+
+        return unsupported(flag)
 
 
 class SettingsCommand(HarborCommand):

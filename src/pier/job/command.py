@@ -154,7 +154,6 @@ def _run_owed(job: OpenJob, env: Mapping[str, str], progress: Progress, hook: Tr
     from pier.job.runner import run_job
 
     gc.freeze()  # what is loaded now stays, and is looked at by no collection of what trials leave
-    gc.set_threshold(10_000)
     with Interrupts() as interrupts:
         return asyncio.run(run_job(job, env, progress, interrupts, hook))
 

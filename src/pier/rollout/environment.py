@@ -34,6 +34,7 @@ from pier.rollout.state import (
     TokenUsage,
     TrajectoryStep,
     as_messages,
+    sampling_of,
 )
 
 DatasetSource = Any
@@ -292,6 +293,7 @@ class RolloutEnvironment(ABC):
             raise UsageError("pier does not push to the Hugging Face hub", hint="save_results=True, then push the file")
         rows = [dict(row) for row in as_dataset(inputs)]
         sampling = {**self.sampling_args, **(sampling_args or {})}
+        sampling_of(sampling)  # a wrong one is no fault of every rollout
         sources, counts = sources_of(client), Counter(row["example_id"] for row in rows)
         header = ResultsHeader(
             env_id=self.env_id,

@@ -48,6 +48,9 @@ def load_environment(env_id: str, **env_args: Any) -> RolloutEnvironment:
 
 
 def _find(env_id: str) -> ModuleType:
+    if env_id.endswith(".toml"):
+        hint = "pier rollout MODULE with flags, once for each environment of the file"
+        raise UsageError(f"unsupported configuration file {env_id}", hint=hint, code="not-done")
     name = env_id.rsplit("/", 1)[-1].replace("-", "_")
     for path in (Path(env_id), ENVIRONMENTS / name, ENVIRONMENTS / f"{name}.py"):
         if (place := _file(path)) is not None:

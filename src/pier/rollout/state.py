@@ -333,25 +333,34 @@ def is_fault(error: BaseException | None) -> bool:
     return error is not None and not (isinstance(error, PierError) and error.blame == "agent")
 
 
-_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "presence_penalty", "frequency_penalty")
-_IGNORED = frozenset({"n", "extra_body", "logprobs", "top_logprobs"})
+_SAMPLING = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "max_tokens", "seed")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty")},
+    **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "max_tokens"),
+    "reasoning_effort": "effort",
+}
+"""Sampling arguments by their names for users, and for the gateway."""
+_WITHOUT_EFFECT: dict[str, Any] = {"n": 1, "top_k": -1, "min_p": 0, "min_tokens": 0, "repetition_penalty": 1}
+_TOKENS = frozenset({"logprobs", "top_logprobs", "return_token_ids", "return_tokens_as_token_ids"})
+"""Arguments that ask for tokens, which the client's type decides here."""
 
 
 def sampling_of(given: Mapping[str, Any]) -> Sampling | None:
     """Sampling arguments as the gateway prescribes them; None if there are none. `UsageError` for unknown ones."""
-    known = dict(given)
-    for old in ("max_completion_tokens", "max_output_tokens"):
-        if old in known:
-            known.setdefault("max_tokens", known.pop(old))
-    if known.get("n", 1) != 1:
-        raise UsageError(f"invalid value {known['n']!r} for n: expected 1", hint="rollouts_per_example=N")
-    extra = known.get("extra_body") or {}
-    found = {name: value for name, value in {**extra, **known}.items() if name in _SAMPLING and value is not None}
-    unknown = sorted(set(known) - set(_SAMPLING) - _IGNORED - {"stop", "max_completion_tokens", "max_output_tokens"})
-    if unknown:
-        raise UsageError(f"unsupported sampling argument {unknown[0]!r}: expected one of {', '.join(_SAMPLING)}, stop")
-    if stop := known.get("stop"):
-        found["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    found: dict[str, Any] = {}
+    named = {name: value for name, value in given.items() if name != "extra_body"}
+    for name, value in {**(given.get("extra_body") or {}), **named}.items():
+        if value is None or name in _TOKENS or (name in _WITHOUT_EFFECT and value == _WITHOUT_EFFECT[name]):
+            continue
+        if name == "n":
+            raise UsageError(f"invalid value {value!r} for n: expected 1", hint="rollouts_per_example=N")
+        if name == "stop":
+            found["stop"] = (value,) if isinstance(value, str) else tuple(value)
+        elif name in _SAMPLING:
+            found[_SAMPLING[name]] = value
+        else:
+            known = ", ".join(_SAMPLING)
+            raise UsageError(f"unsupported sampling argument {name!r}: expected one of {known}, stop")
     return Sampling(**found) if found else None
 
 

@@ -272,6 +272,9 @@ def id_key_of(message: Message) -> bytes:
     return blake2b(json.dumps([message.role, ids]).encode(), digest_size=16).digest() if any(ids) else b""
 
 
+_SORTED = json.JSONEncoder(sort_keys=True, default=str)
+
+
 def key_of(message: Message) -> bytes:
     """A digest of a message without the parts that clients change: ids, reminders, white space, reasoning."""
     calls = [(part.name, parse_arguments(part.arguments)) for part in message.parts if isinstance(part, ToolCall)]
@@ -282,5 +285,5 @@ def key_of(message: Message) -> bytes:
         if isinstance(part, ToolResult)
     ]
     special = [dict(part.value) for part in message.parts if isinstance(part, Opaque)]
-    said = json.dumps([message.role, text, calls, results, special], sort_keys=True, default=str)
+    said = _SORTED.encode([message.role, text, calls, results, special])
     return blake2b(said.encode(errors="replace"), digest_size=16).digest()

@@ -22,6 +22,8 @@ _WHY = "this session has no internet"
 _INNER = "generateContentRequest"
 """Gemini's request within a request, which a translation takes for the request itself."""
 _NESTED = ("content", "parts", "output", "source", "functionResponse", "function_response")
+_MESSAGE = {"role", "content"}
+"""What most messages have. With a text as the content nothing in them is remote, in any dialect."""
 
 
 def close_book(dialect: DialectName, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[Edit]]:
@@ -121,7 +123,7 @@ def _close_item(item: Any, dialect: Dialect, edits: list[Edit]) -> Any:
     """A message, item or part with its remote references replaced, however deep they are."""
     if isinstance(item, list):
         return [_close_item(inner, dialect, edits) for inner in item]
-    if not isinstance(item, dict):
+    if not isinstance(item, dict) or (item.keys() == _MESSAGE and isinstance(item["content"], str)):
         return item
     replacement = dialect.without_remote(item)
     if replacement is not None:

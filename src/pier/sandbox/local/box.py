@@ -145,24 +145,30 @@ class LocalBox:
             await asyncio.to_thread(self._group.remove)
 
     async def remove(self) -> None:
-        """Remove the directory and strike out the lease. A zygote is asked for what is much or belongs to others."""
-        if not _is_removed(str(self.directory)):
+        """Remove the directory and strike out the lease. A zygote is asked for what is much or belongs to others. A
+        disk's journal may hold up each removal, so a thread waits for it."""
+        if not await asyncio.to_thread(self._is_removed):
             await self._zygotes.remove(self.directory)
+            self._lease.strike(KIND, self.id)
+
+    def _is_removed(self) -> bool:
+        """Remove all at once if there is little in the directory; whether that is done."""
+        try:
+            if not remove_some(str(self.directory), _FEW):
+                return False
+        except OSError:
+            return False
         self._lease.strike(KIND, self.id)
-
-
-def _is_removed(directory: str) -> bool:
-    """Remove a directory at once if there is little in it; whether that is done."""
-    try:
-        return remove_some(directory, _FEW)
-    except OSError:
-        return False
+        return True
 
 
 def make_private(directory: Path) -> None:
     """Make a directory that nobody else on this machine can come to: what is inside has owners and set-id bits."""
-    directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    directory.mkdir(mode=0o755)
+    try:
+        directory.mkdir(mode=0o755)
+    except FileNotFoundError:
+        directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        directory.mkdir(mode=0o755)
 
 
 async def wait_for_end(directory: Path) -> None:
