@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
 from pier import __version__
 from pier.agent.contract import PACK_PATH, Agent, AgentRun, McpServer, check_options, find_agent
 from pier.agent.oracle import OracleAgent
@@ -28,17 +30,20 @@ from pier.record import RECORDING
 from pier.redact import Redactor
 from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
 from pier.task import Task, TaskStep
-from pier.task.model import resolve_headers
+from pier.task.load import describe
+from pier.task.model import McpServerTable, resolve_headers
 from pier.tree import Tree
 from pier.trial.bounded import run_bounded
+from pier.trial.config import AgentConfig
 from pier.trial.record import TrialRecord
 from pier.trial.result import AgentResult, captured, storage_fault
-from pier.trial.spec import Accept, AgentChoice, TrialServices, TrialSpec, user_text
+from pier.trial.spec import Accept, TrialServices, TrialSpec, user_text
 
 if TYPE_CHECKING:
     from pier.gateway.session import Session
     from pier.trajectory.calls import Generation
     from pier.trajectory.derive import TrajectorySummary
+    from pier.wire.turn import Sampling
 
 R = TypeVar("R")
 log = logging.getLogger(__name__)
@@ -53,23 +58,23 @@ _SMALL = 8 << 20
 """Bytes of a recording and its requests that are read in this process; that may take thirty times as much memory."""
 
 
-def make_agent(choice: AgentChoice) -> Agent:
+def make_agent(settings: AgentConfig) -> Agent:
     """The agent that was chosen; options it does not take are refused by name."""
-    kind = find_agent(choice.name)
-    check_options(kind, choice.options)
+    kind = find_agent(settings.kind)
+    check_options(kind, settings.kwargs)
     return kind()
 
 
-def check_choice(agent: Agent, choice: AgentChoice) -> None:
+def check_settings(agent: Agent, settings: AgentConfig) -> None:
     """Refuse ways of running an agent that it does not have."""
-    if choice.direct and not agent.direct:
+    if settings.direct and not agent.direct:
         raise UsageError(
             f"the agent {agent.name} cannot be run with --direct: "
             + ("it calls no model" if agent.dialect is None else "it is set up for models behind the gateway alone"),
             hint="leave out --direct; the gateway takes -m PROVIDER/MODEL and your key",
             code="no-direct",
         )
-    if choice.install and agent.pack is None:
+    if settings.install_in_sandbox and agent.pack is None:
         raise UsageError(
             f"the agent {agent.name} comes from no registry, so there is nothing to install",
             hint="leave out --install-in-sandbox",
@@ -85,13 +90,13 @@ class ReadyAgent:
     version: str
 
 
-async def prepare_agent(agent: Agent, choice: AgentChoice, say: Callable[[str], None]) -> ReadyAgent:
+async def prepare_agent(agent: Agent, settings: AgentConfig, say: Callable[[str], None]) -> ReadyAgent:
     """What must be mounted for the agent: its pack, built now if it is not there yet, and what its options ask for.
     `say` receives progress of a build."""
-    mounts = agent.mounts(choice.options)
+    mounts = agent.mounts(settings.kwargs)
     if agent.pack is None:
         return ReadyAgent(mounts, agent.version or __version__)
-    if choice.install:
+    if settings.install_in_sandbox:
         return ReadyAgent(mounts, agent.pack.version or "latest")
     from pier.agent.pack.store import ensure_pack
 
@@ -119,7 +124,8 @@ def describe_run(
     environ: Mapping[str, str] | None = None,
 ) -> AgentRun:
     """The agent's inputs for one step; the model's endpoint is added when its session is open."""
-    seconds = phase_seconds(spec.agent.timeout, step.agent.timeout_sec, spec.agent.max_timeout, spec.factor("agent"))
+    settings, own = spec.agent, step.agent.timeout_sec
+    seconds = phase_seconds(settings.override_timeout_sec, own, settings.max_timeout_sec, spec.factor("agent"))
     is_oracle = isinstance(agent, OracleAgent)
     environment = spec.task.config.environment
     return AgentRun(
@@ -128,17 +134,43 @@ def describe_run(
         user=user_text(step.agent.user),
         home=home,
         env={**env, **solution_env} if is_oracle else dict(env),
-        options=dict(spec.agent.options),
-        mcp_servers=_mcp_servers(spec.task, spec.agent, environ),
+        options=dict(settings.kwargs),
+        mcp_servers=_mcp_servers(spec.task, settings, environ),
         skills_dir=environment.skills_dir,
         seconds=seconds,
         solution=step.solution if is_oracle else None,
-        budget={name: limit for name, limit in spec.agent.budget.items() if limit is not None},
+        budget=settings.budget.model_dump(exclude_none=True),
     )
 
 
-def _mcp_servers(task: Task, choice: AgentChoice, environ: Mapping[str, str] | None) -> tuple[McpServer, ...]:
-    tables = (*task.config.environment.mcp_servers, *choice.mcp_servers)
+def mcp_tables(settings: AgentConfig) -> tuple[McpServerTable, ...]:
+    """The MCP servers that the run adds to the task's."""
+    try:
+        return TypeAdapter(tuple[McpServerTable, ...]).validate_python(settings.mcp_servers)
+    except ValidationError as error:
+        raise UsageError(f"agents.mcp_servers{describe(error)}", code="job-config") from error
+
+
+def sampling_of(settings: AgentConfig) -> Sampling | None:
+    """The sampling parameters that replace the agent's own; one stop sequence may be given as text."""
+    if not (given := settings.sampling):
+        return None
+    from pier.wire.turn import Sampling
+
+    known = Sampling.__dataclass_fields__
+    for name in given.keys() - known.keys():
+        raise UsageError(f"invalid value '{name}={given[name]}' for --sampling: expected one of {', '.join(known)}")
+    values = {name: [value] if name == "stop" and isinstance(value, str) else value for name, value in given.items()}
+    try:
+        return TypeAdapter(Sampling).validate_python(values)
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        shown, expected = f"{name}={given[name]}", f"a value of the type {known[name].type}"
+        raise UsageError(f"invalid value {shown!r} for --sampling: expected {expected}") from None
+
+
+def _mcp_servers(task: Task, settings: AgentConfig, environ: Mapping[str, str] | None) -> tuple[McpServer, ...]:
+    tables = (*task.config.environment.mcp_servers, *mcp_tables(settings))
     return tuple(
         McpServer(
             table.name,
@@ -184,7 +216,7 @@ async def model_session(
 
     With `closed_book` the model has no internet either. `redactor` removes secrets from the recording.
     """
-    if spec.agent.model is None or spec.agent.direct:
+    if spec.agent.model_name is None or spec.agent.direct:
         yield None
         return
     if services.gateway is None:
@@ -195,8 +227,8 @@ async def model_session(
     from pier.gateway.budget import Budget
 
     labels = {"trial": spec.name, "task": spec.task.name}
-    budget = Budget(**spec.agent.budget)
-    model, upstream = spec.agent.model, spec.agent.policy
+    budget = Budget(**spec.agent.budget.model_dump())
+    model, upstream = spec.agent.model_name, spec.policy
     if spec.agent.connection:
         target = services.gateway.directory.connected(model, services.environ, **spec.agent.connection)
         model, upstream = target.model, target.provider
@@ -209,7 +241,7 @@ async def model_session(
         closed_book=closed_book,
         labels=labels,
         redactor=redactor,
-        sampling=spec.agent.sampling,
+        sampling=sampling_of(spec.agent),
         on_generation=_watcher(spec, step),
     )
     try:
