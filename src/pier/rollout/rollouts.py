@@ -26,6 +26,7 @@ from pier.gateway.policy import Upstream, version_of
 from pier.job.config import AgentConfig, BudgetConfig, DatasetConfig, EnvironmentConfig, JobConfig, RetryConfig
 from pier.job.ledger import Fault, Outcome
 from pier.job.plan import PlannedTrial
+from pier.record import RECORDING
 from pier.redact import Redactor
 from pier.rollout.export import FORMATS, Report, Row, is_trainable, is_wanted
 from pier.rollout.samples import (
@@ -39,7 +40,6 @@ from pier.rollout.samples import (
 )
 from pier.rollout.sandboxes import leased_directory
 from pier.trajectory.calls import Generation
-from pier.trial.agent import RECORDING
 from pier.trial.result import TrialResult, read_result
 from pier.trial.run import trial_secrets
 from pier.trial.spec import TrialSpec

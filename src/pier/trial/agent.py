@@ -1,10 +1,4 @@
-"""The agent's part of a trial: its inputs, its model, its clock, how its end is judged, and its trajectory.
-
-The trajectory is derived from the recording of the agent's model calls, else from its own session log. It is kept up to
-date while the agent runs, so that it can be watched and a run that is killed leaves one. Deriving takes time off the
-interpreter that serves the agents' models, so all trials of this process together spend at most a tenth of it on this.
-A recording that takes more memory is read in another process, whose memory is limited.
-"""
+"""The agent's part of a trial: its inputs, its model, its clock, and how its end is judged."""
 
 from __future__ import annotations
 
@@ -32,17 +26,14 @@ from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
 from pier.task import Task, TaskStep
 from pier.task.load import describe
 from pier.task.model import McpServerTable, resolve_headers
-from pier.tree import Tree
-from pier.trial.bounded import run_bounded
 from pier.trial.config import AgentConfig
-from pier.trial.record import TrialRecord
-from pier.trial.result import AgentResult, captured, storage_fault
+from pier.trial.result import AgentResult
 from pier.trial.spec import Accept, TrialServices, TrialSpec, user_text
+from pier.trial.trajectory import read_back
 
 if TYPE_CHECKING:
     from pier.gateway.session import Session
     from pier.trajectory.calls import Generation
-    from pier.trajectory.derive import TrajectorySummary
     from pier.wire.turn import Sampling
 
 R = TypeVar("R")
@@ -53,9 +44,6 @@ _GRACE = 60.0
 
 _FLOOD = 32
 """An agent with more model calls at once than this may have caused a rate limit itself, so it is graded."""
-
-_SMALL = 8 << 20
-"""Bytes of a recording and its requests that are read in this process; that may take thirty times as much memory."""
 
 
 def make_agent(settings: AgentConfig) -> Agent:
@@ -394,23 +382,13 @@ async def _judge_calls(session: Session, judge: Callable[[list[Generation]], R])
     recording = session.terms.recording
     if session.terms.on_generation is not None or recording is None:
         return await asyncio.to_thread(judge, session.generations)
-    return await _read_back(_judge_recording, recording, judge)
+    return await read_back(_judge_recording, recording, judge)
 
 
 def _judge_recording(recording: Path, judge: Callable[[list[Generation]], R], *, most: int | None = None) -> R:
     from pier.trajectory.calls import generations_of
 
     return judge(generations_of(recording, most))
-
-
-async def _read_back(read: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """Call a function that reads a recording: in a thread if that takes little memory, else in a limited process."""
-    from pier.record.reader import RecordingTooLarge
-
-    try:
-        return await asyncio.to_thread(read, *args, **kwargs, most=_SMALL)
-    except RecordingTooLarge:
-        return await run_bounded(read, *args, **kwargs)
 
 
 def usage_of(session: Session | None) -> AgentResult:
@@ -433,178 +411,3 @@ def usage_of(session: Session | None) -> AgentResult:
     if session.stop_reason:
         metadata["stop_reason"] = session.stop_reason
     return AgentResult(**known, metadata=metadata)
-
-
-TRAJECTORY = "trajectory.json"
-
-
-@dataclass(frozen=True, slots=True)
-class TrajectoryHeader:
-    """Who made a trajectory: the first fields of the file."""
-
-    agent: str
-    version: str
-    model: str | None
-    session: str
-
-
-async def add_native_trajectory(
-    logs: Path, header: TrajectoryHeader, result: AgentResult | None, record: TrialRecord
-) -> AgentResult | None:
-    """The same for an agent that called its provider itself, from the session log that it kept, if it is one whose logs
-    can be read. A trajectory that the agent left itself is kept."""
-    from pier.trajectory.native.convert import READERS
-
-    with Tree(logs) as tree:
-        own = tree.find(TRAJECTORY)
-    if header.agent not in READERS or (own is not None and own.kind == "file"):
-        return result
-    with captured() as failure:
-        known = await run_bounded(convert_logs, logs, header.agent)
-        return (result or AgentResult()).model_copy(update=known) if known else result
-    _raise_storage_fault(failure.error)
-    record.warn(f"no trajectory could be made from the logs of {header.agent}: {failure.error}")
-    return result
-
-
-def convert_logs(logs: Path, agent: str) -> dict[str, Any]:
-    """Write the longest session log of an agent as its trajectory; the fields of an `AgentResult` that it knows."""
-    from pier.trajectory.model import read
-    from pier.trajectory.native.convert import convert, find_sessions
-
-    longest = max(find_sessions(logs, agent), key=lambda session: session.path.stat().st_size)
-    convert(longest, logs / TRAJECTORY)
-    if (final := read(logs / TRAJECTORY).final_metrics) is None:
-        return {}
-    return {
-        "n_input_tokens": final.total_prompt_tokens,
-        "n_output_tokens": final.total_completion_tokens,
-        "n_cache_tokens": final.total_cached_tokens,
-        "cost_usd": final.total_cost_usd,
-    }
-
-
-def _raise_storage_fault(error: Exception | None) -> None:
-    """A trajectory that this machine could not write is a fault of the infrastructure, not a warning."""
-    if (fault := storage_fault(error)) is not None:
-        raise fault from error
-
-
-def derive(logs: Path, header: TrajectoryHeader, *, durable: bool = True, most: int | None = None) -> TrajectorySummary:
-    """Write the trajectory next to the recording, from what was recorded so far; `RecordingTooLarge` beyond `most`."""
-    from pier.trajectory.derive import write_trajectory
-
-    return write_trajectory(
-        logs / RECORDING,
-        logs / TRAJECTORY,
-        agent_name=header.agent,
-        agent_version=header.version,
-        model_name=header.model,
-        session_id=header.session,
-        durable=durable,
-        most=most,
-    )
-
-
-def summary_usage(summary: TrajectorySummary) -> dict[str, Any]:
-    """The fields of an `AgentResult` that a derivation knows. A cost that is only known in part is not known."""
-    known = {
-        "n_input_tokens": summary.prompt_tokens,
-        "n_output_tokens": summary.completion_tokens,
-        "n_cache_tokens": summary.cached_tokens,
-        "peak_context_tokens": summary.peak_context_tokens,
-        "summarization_count": summary.summarization_count,
-        "n_agent_steps": summary.agent_steps,
-    }
-    return {name: value for name, value in known.items() if value is not None} | {"cost_usd": summary.cost_usd}
-
-
-async def add_trajectory(
-    logs: Path, header: TrajectoryHeader, result: AgentResult | None, record: TrialRecord
-) -> AgentResult | None:
-    """Write the trajectory next to the recording, and add what it knows to the result.
-
-    A trajectory that cannot be derived is a warning: the recording is still there, and the verdict does not need it.
-    """
-    if not (logs / RECORDING).is_file():
-        return result
-    with captured() as failure:
-        summary = await _read_back(derive, logs, header)
-        if summary.path is None:
-            return result
-        return (result or AgentResult()).model_copy(update=summary_usage(summary))
-    _raise_storage_fault(failure.error)
-    record.warn(f"no trajectory could be derived from {logs / RECORDING}: {failure.error}")
-    return result
-
-
-_PAUSE = 2.0
-_REST = 9.0
-"""How many times as long as a derivation took, none is made after it."""
-
-
-@dataclass(slots=True)
-class _Pace:
-    """Whose turn it is. One for the process, since what it shares out is the interpreter."""
-
-    busy: bool = False
-    free_at: float = 0.0
-
-    def take(self) -> bool:
-        if self.busy or time.monotonic() < self.free_at:
-            return False
-        self.busy = True
-        return True
-
-    def give_back(self, seconds: float) -> None:
-        self.busy = False
-        self.free_at = time.monotonic() + _REST * seconds
-
-
-_pace = _Pace()
-
-
-@asynccontextmanager
-async def live_trajectory(logs: Path, header: TrajectoryHeader, *, recorded: bool) -> AsyncIterator[None]:
-    """Derive the trajectory now and then while the context lasts; none is under way when it is left."""
-    if not recorded:
-        yield
-        return
-    over = asyncio.Event()
-    task = asyncio.create_task(_follow(logs, header, over))
-    try:
-        yield
-    finally:
-        over.set()
-        await task
-
-
-async def _follow(logs: Path, header: TrajectoryHeader, over: asyncio.Event) -> None:
-    known = 0
-    while not await _is_set_within(over, _PAUSE):
-        size = _size(logs / RECORDING)
-        if size == known or not _pace.take():
-            continue
-        began = time.monotonic()
-        try:
-            # What cannot be derived now is reported by the derivation at the end.
-            with captured():
-                await _read_back(derive, logs, header, durable=False)
-        finally:
-            _pace.give_back(time.monotonic() - began)
-        known = size
-
-
-async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            return await event.wait()
-    except TimeoutError:
-        return False
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

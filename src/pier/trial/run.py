@@ -25,16 +25,13 @@ from pier.sandbox.contract import Mount
 from pier.secret import looks_secret, secret_values, secrets_in, secrets_in_text
 from pier.task import resolve_env
 from pier.task.model import wanted_in_headers
+from pier.trajectory import About
 from pier.trial.agent import (
-    TrajectoryHeader,
-    add_native_trajectory,
-    add_trajectory,
     check_job_budget,
     check_recording,
     describe_run,
     find_fault,
     home_of,
-    live_trajectory,
     make_agent,
     mcp_tables,
     model_session,
@@ -66,6 +63,7 @@ from pier.trial.result import (
     storage_fault,
 )
 from pier.trial.spec import OnPhase, TrialServices, TrialSpec, user_text
+from pier.trial.trajectory import add_native_trajectory, add_trajectory, live_trajectory
 from pier.trial.verify import grade
 
 _SETUP_SECONDS = 1800.0
@@ -294,14 +292,14 @@ class TrialRun:
                 spec, step, agent, workdir=workdir, home=home, env=env, solution_env=solution, environ=self.environ
             )
             await environment.switch_network(policy)
-        header = TrajectoryHeader(agent.name, self.result.agent_info.version, spec.agent.model_name, spec.name)
+        about = About(agent.name, self.result.agent_info.version, spec.agent.model_name, spec.name)
 
         async def keep_logs() -> None:
-            outcome.agent_result = await add_trajectory(logs, header, outcome.agent_result, record)
+            outcome.agent_result = await add_trajectory(logs, about, outcome.agent_result, record)
             if spec.recorded or spec.agent.direct:
                 await take_logs(sandbox, AGENT_LOGS, logs, record)
             if spec.agent.direct:
-                outcome.agent_result = await add_native_trajectory(logs, header, outcome.agent_result, record)
+                outcome.agent_result = await add_native_trajectory(logs, about, outcome.agent_result, record)
 
         async with finally_do(keep_logs):
             with self.clock.phase("agent") as outcome.agent_execution:
@@ -316,7 +314,7 @@ class TrialRun:
                         redactor=self.redactor,
                         step=step.name or None,
                     ) as session,
-                    live_trajectory(logs, header, recorded=session is not None and spec.recorded),
+                    live_trajectory(logs, about, recorded=session is not None and spec.recorded),
                 ):
                     if session is not None and session.served_by:
                         record.log(f"model {spec.agent.model_name}: {session.served_by}")

@@ -21,11 +21,12 @@ from pier.errors import PierError, SandboxError, WorkspaceError
 from pier.files import write
 from pier.lease import sweep
 from pier.network.policy import NetworkPolicy
+from pier.record import RECORDING
 from pier.redact import Redactor
 from pier.sandbox.contract import Mount, OnOutput, Process, Sandbox, SandboxSpec
 from pier.secret import secret_values
 from pier.task import Origin, Task, load_task
-from pier.trial.agent import RECORDING, describe_run, home_of
+from pier.trial.agent import describe_run, home_of
 from pier.trial.config import AgentConfig
 from pier.trial.environment import SandboxStarter, ServiceLogs, TaskSandbox, prepare_step, wait_until_healthy
 from pier.trial.plan import NetworkPlan, SandboxPlan, agent_plan, check_network, check_support, plan_network
