@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from pier.sandbox.contract import Change, Limits, Mount, Sandbox
+from pier.sandbox.contract import Change, Mount, Sandbox
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.task import Task
 from pier.tree import Tree
+from pier.trial.config import AgentConfig, EnvironmentConfig
 from pier.trial.result import TrialResult
-from pier.trial.spec import AgentChoice, SandboxChoice
+from pier.trial.spec import SandboxChoice
 from pier.verifier.changes import judge, judge_artifact
 from tests.redteam import route
 from tests.redteam.places import everywhere, open_place
@@ -218,7 +219,7 @@ async def test_without_isolation_everything_is_killed(
 )
 @everywhere
 async def test_large_tests_are_not_isolated(place: str, tmp_path: Path) -> None:
-    await _killed(place, tmp_path, "too large", large=65 << 20, memory=256 << 20)
+    await _killed(place, tmp_path, "too large", large=65 << 20, memory=256)
 
 
 async def _killed(place: str, tmp_path: Path, why: str, large: int = 0, memory: int | None = None) -> None:
@@ -227,7 +228,9 @@ async def _killed(place: str, tmp_path: Path, why: str, large: int = 0, memory: 
     async with open_place(place, tmp_path / "trials") as bench:
         task = write_task(tmp_path / "task", solve=solve, test=test, tests__data="")
         os.truncate(task.steps[0].tests[0] / "data", large)
-        result = await bench.run(task, sandbox=SandboxChoice(image=bench.image, limits=Limits(memory=memory)))
+        result = await bench.run(
+            task, sandbox=SandboxChoice(image=bench.image, settings=EnvironmentConfig(override_memory_mb=memory))
+        )
     assert result.rewards == {"reward": 1} and result.integrity is not None, result.exception_info
     (note,) = result.integrity.notes
     assert note.kind == "processes" and note.stopped and why in note.detail and note.detail.endswith(": 1")
@@ -458,7 +461,7 @@ echo closed > none; chmod 0 none; mkdir -p /logs/agent/changes.diff; touch done
 async def test_a_hostile_working_directory_is_kept_as_a_diff(place: str, tmp_path: Path) -> None:
     async with open_place(place, tmp_path / "trials") as bench:
         task = write_task(tmp_path / "t", test=PASS)
-        result = await bench.run(task, AgentChoice("command", options={"command": HOSTILE}))
+        result = await bench.run(task, AgentConfig(name="command", kwargs={"command": HOSTILE}))
         assert result.rewards == {"reward": 1} and result.exception_info is None
         assert result.pier is not None and result.pier.warnings == []
         lines = (bench.last / "changes.diff").read_text().splitlines()

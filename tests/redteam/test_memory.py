@@ -127,7 +127,9 @@ from pier.errors import AgentError
 from pier.gateway import Gateway
 from pier.redact import Redactor
 from pier.trial import bounded
-from pier.trial.agent import TrajectoryHeader, add_trajectory, find_fault
+from pier.trajectory import About
+from pier.trial.agent import find_fault
+from pier.trial.trajectory import add_trajectory
 from pier.trial.record import TrialRecord
 
 def used():
@@ -140,7 +142,7 @@ async def main():
         session = gateway.session(recording=logs / "recording.jsonl")
         session.counts.add("error", 503, "provider")
         found = await find_fault(NopAgent(), AgentError("it failed", code="agent_exit"), session)
-    await add_trajectory(logs, TrajectoryHeader("a", "1", "m", "s"), None, record)
+    await add_trajectory(logs, About("a", "1", "m", "s"), None, record)
     child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
     print(json.dumps([used() - before, child, found.code, record.warnings]))
 

@@ -258,7 +258,7 @@ def _typed(value: str) -> Any:
 
 def _agents(agents: list[dict[str, Any]], apart: Mapping[str, Any]) -> list[dict[str, Any]]:
     if name := apart.get("agents.name"):
-        agents = [{"import_path" if ":" in name else "name": name}]
+        agents = [{"name": name}]
     if models := apart.get("agents.model_name"):
         if len(agents) > 1:
             raise UsageError("cannot use -m with a job file that names several agents", hint="give -a as well")

@@ -25,17 +25,15 @@ from pier.sandbox.contract import Mount
 from pier.secret import looks_secret, secret_values, secrets_in, secrets_in_text
 from pier.task import resolve_env
 from pier.task.model import wanted_in_headers
+from pier.trajectory import About
 from pier.trial.agent import (
-    TrajectoryHeader,
-    add_native_trajectory,
-    add_trajectory,
     check_job_budget,
     check_recording,
     describe_run,
     find_fault,
     home_of,
-    live_trajectory,
     make_agent,
+    mcp_tables,
     model_session,
     outside_endpoint,
     prepare_agent,
@@ -65,6 +63,7 @@ from pier.trial.result import (
     storage_fault,
 )
 from pier.trial.spec import OnPhase, TrialServices, TrialSpec, user_text
+from pier.trial.trajectory import add_native_trajectory, add_trajectory, live_trajectory
 from pier.trial.verify import grade
 
 _SETUP_SECONDS = 1800.0
@@ -85,11 +84,11 @@ async def run_trial(
 def trial_secrets(spec: TrialSpec, environ: Mapping[str, str]) -> Iterable[str]:
     """The secrets of the run and the task, as far as they can be filled in."""
     config = spec.task.config
-    for table in (spec.agent.env, spec.verifier.env, spec.sandbox.env):
+    for table in (spec.agent.env, spec.verifier.env, spec.sandbox.settings.env):
         yield from secret_values(table, environ, given=True)
     yield from task_secrets(spec.task, environ)
-    servers = (*config.environment.mcp_servers, *spec.agent.mcp_servers)
-    known = [dict(spec.agent.options), *(server.model_dump(mode="json") for server in servers)]
+    servers = (*config.environment.mcp_servers, *mcp_tables(spec.agent))
+    known = [spec.agent.kwargs, *(server.model_dump(mode="json") for server in servers)]
     yield from secrets_in(known, environ)
     for server in servers:
         wanted = {name: f"${{{name}}}" for name in wanted_in_headers(server.headers)}
@@ -122,7 +121,7 @@ class TrialRun:
             source=spec.task.origin.source,
             task_checksum=spec.task.digest.removeprefix("sha256:"),
             config=self.config,
-            agent_info=AgentInfo(name=spec.agent.name, model_info=ModelInfo.of(spec.agent.model)),
+            agent_info=AgentInfo(name=spec.agent.kind, model_info=ModelInfo.of(spec.agent.model_name)),
             environment_type=services.backend.name,
             started_at=now(),
         )
@@ -167,32 +166,32 @@ class TrialRun:
         ) as environment:
             if spec.on_sandbox is not None:
                 spec.on_sandbox(environment.sandbox)
-            if spec.agent.install:
+            if spec.agent.install_in_sandbox:
                 await self._install(agent, environment)
             for index, step in enumerate(spec.task.steps):
                 outcome = await self._run_step(agent, environment, index)
                 self.outcomes.append(outcome)
-                reason = stops_after(step, outcome, spec.verifier.enabled)
+                reason = stops_after(step, outcome, not spec.verifier.disable)
                 if reason and step.name:
                     self.record.log(f"step {step.name!r} is the last one: {reason}")
                     break
 
     def _plan_network(self, agent: Agent) -> NetworkPlan:
-        spec = self.spec
-        reach = agent.reach(spec.agent.options, spec.agent.env, direct=spec.agent.direct or spec.agent.model is None)
+        spec, settings = self.spec, self.spec.agent
+        reach = agent.reach(settings.kwargs, settings.env, direct=settings.direct or settings.model_name is None)
         return plan_network(
             spec.task.config.environment,
             spec.task.steps,
             override=spec.sandbox.network,
             hosts=spec.sandbox.hosts,
-            agent_hosts=(*reach, *spec.agent.hosts),
-            verifier_hosts=spec.verifier.hosts,
-            setup=PUBLIC if spec.agent.install else None,
+            agent_hosts=(*reach, *settings.extra_allowed_hosts),
+            verifier_hosts=tuple(spec.verifier.extra_allowed_hosts),
+            setup=PUBLIC if settings.install_in_sandbox else None,
         )
 
     @property
     def _setup_seconds(self) -> float:
-        return (self.spec.agent.setup_timeout or _SETUP_SECONDS) * self.spec.factor("agent_setup")
+        return (self.spec.agent.override_setup_timeout_sec or _SETUP_SECONDS) * self.spec.factor("agent_setup")
 
     async def _prepare_agent(self, agent: Agent) -> tuple[Mount, ...]:
         """The mounts that the agent needs; its pack is built first if it is missing."""
@@ -225,7 +224,7 @@ class TrialRun:
         self._set_version(agent, version)
 
     def _set_version(self, agent: Agent, version: str) -> None:
-        info = AgentInfo(name=agent.name, version=version, model_info=ModelInfo.of(self.spec.agent.model))
+        info = AgentInfo(name=agent.name, version=version, model_info=ModelInfo.of(self.spec.agent.model_name))
         self.result.agent_info = info
 
     async def _run_step(self, agent: Agent, environment: TaskSandbox, index: int) -> StepResult:
@@ -262,14 +261,14 @@ class TrialRun:
                     self.record.warn(str(error))
             if steps[index].verifier_mode != "separate":
                 await seal_artifacts(directory / "artifacts", self.record)
-        if not spec.verifier.enabled:
+        if spec.verifier.disable:
             return
         with self.clock.phase("verify") as outcome.verifier:
             graded = await grade(
                 environment,
                 directory,
                 index=index,
-                choice=spec.verifier,
+                settings=spec.verifier,
                 factor=spec.factor("verifier"),
                 collected=collected,
                 last=index == len(steps) - 1,
@@ -293,14 +292,14 @@ class TrialRun:
                 spec, step, agent, workdir=workdir, home=home, env=env, solution_env=solution, environ=self.environ
             )
             await environment.switch_network(policy)
-        header = TrajectoryHeader(agent.name, self.result.agent_info.version, spec.agent.model, spec.name)
+        about = About(agent.name, self.result.agent_info.version, spec.agent.model_name, spec.name)
 
         async def keep_logs() -> None:
-            outcome.agent_result = await add_trajectory(logs, header, outcome.agent_result, record)
+            outcome.agent_result = await add_trajectory(logs, about, outcome.agent_result, record)
             if spec.recorded or spec.agent.direct:
                 await take_logs(sandbox, AGENT_LOGS, logs, record)
             if spec.agent.direct:
-                outcome.agent_result = await add_native_trajectory(logs, header, outcome.agent_result, record)
+                outcome.agent_result = await add_native_trajectory(logs, about, outcome.agent_result, record)
 
         async with finally_do(keep_logs):
             with self.clock.phase("agent") as outcome.agent_execution:
@@ -315,10 +314,10 @@ class TrialRun:
                         redactor=self.redactor,
                         step=step.name or None,
                     ) as session,
-                    live_trajectory(logs, header, recorded=session is not None and spec.recorded),
+                    live_trajectory(logs, about, recorded=session is not None and spec.recorded),
                 ):
                     if session is not None and session.served_by:
-                        record.log(f"model {spec.agent.model}: {session.served_by}")
+                        record.log(f"model {spec.agent.model_name}: {session.served_by}")
                     with record.output(logs / f"{agent.name}.txt") as output:
                         outside = await outside_endpoint(session, self.services, agent)
                         endpoint = session.endpoint() if session is not None else None
@@ -359,7 +358,7 @@ class TrialRun:
             result.agent_execution = outcome.agent_execution
             result.verifier = outcome.verifier
             result.integrity = outcome.integrity
-            result.verifier_environment_mode = spec.task.steps[0].verifier_mode if spec.verifier.enabled else None
+            result.verifier_environment_mode = spec.task.steps[0].verifier_mode if not spec.verifier.disable else None
         if self.record.fault is not None:
             lost = StorageError(f"the trial's log could not be written: {self.record.fault}")
             result.exception_info = exception_info(lost, self.clock.current, self.redactor)

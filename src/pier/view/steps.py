@@ -21,7 +21,8 @@ from pydantic_core import from_json
 
 from pier.job.view import TrialView
 from pier.record.reader import RecordingTooLarge
-from pier.trajectory.derive import About, Derivation
+from pier.trajectory import About
+from pier.trajectory.derive import Derivation
 from pier.trajectory.model import Content, Step, text_of
 from pier.trajectory.paged import PagedTrajectory, TrajectoryMap, scan
 from pier.tree import TreeError, open_regular

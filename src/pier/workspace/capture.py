@@ -21,13 +21,16 @@ from typing import TYPE_CHECKING
 from pier import __version__
 from pier.agent.contract import AGENT_LOGS
 from pier.errors import PierError, StorageError, UsageError
+from pier.record import RECORDING
 from pier.redact import Redactor
 from pier.secret import secret_values
+from pier.trajectory import TRAJECTORY, About
+from pier.trajectory.derive import write_trajectory
 from pier.trajectory.model import read
 from pier.trajectory.native.convert import convert, find_sessions
 from pier.tree import FAULTS, Tree, TreeError
-from pier.trial.agent import RECORDING, TRAJECTORY, TrajectoryHeader, derive, summary_usage
 from pier.trial.result import AgentInfo, AgentResult, ModelInfo, PierInfo, TimingInfo, TrialResult, judge_as_harbor
+from pier.trial.trajectory import summary_usage, usage_in
 from pier.workspace.client import fetch
 from pier.workspace.host_sessions import FINDERS, find_host_sessions
 from pier.workspace.workspace import CAST, PIER, new_directory
@@ -214,7 +217,8 @@ def _derive(
 ) -> CapturedSession | None:
     logs.mkdir(parents=True, exist_ok=True)
     _copy(recording, logs / RECORDING)
-    summary = derive(logs, TrajectoryHeader(agent, version or "unknown", model, id_))
+    about = About(agent, version or "unknown", model, id_)
+    summary = write_trajectory(logs / RECORDING, logs / TRAJECTORY, about)
     if summary.path is None:
         (logs / RECORDING).unlink()
         return None
@@ -231,17 +235,7 @@ def _from_log(log: SessionLog, logs: Path) -> CapturedSession:
     convert(log, logs / TRAJECTORY)
     _keep_log(log, logs)
     known = read(logs / TRAJECTORY)
-    final = known.final_metrics
-    extra = (final.extra if final else None) or {}
-    result = AgentResult(
-        n_input_tokens=final.total_prompt_tokens if final else None,
-        n_output_tokens=final.total_completion_tokens if final else None,
-        n_cache_tokens=final.total_cached_tokens if final else None,
-        cost_usd=final.total_cost_usd if final else None,
-        peak_context_tokens=extra.get("peak_context_tokens"),
-        summarization_count=extra.get("summarization_count"),
-        n_agent_steps=len(known.agent_steps),
-    )
+    result = AgentResult(**usage_in(known))
     begin, end = _times([step.timestamp for step in known.steps])
     return CapturedSession(log.agent, log.version, log.model, result, begin, end, log.id, str(log.path))
 

@@ -21,15 +21,17 @@ from pier.errors import PierError, SandboxError, WorkspaceError
 from pier.files import write
 from pier.lease import sweep
 from pier.network.policy import NetworkPolicy
+from pier.record import RECORDING
 from pier.redact import Redactor
 from pier.sandbox.contract import Mount, OnOutput, Process, Sandbox, SandboxSpec
 from pier.secret import secret_values
 from pier.task import Origin, Task, load_task
-from pier.trial.agent import RECORDING, describe_run, home_of
+from pier.trial.agent import describe_run, home_of
+from pier.trial.config import AgentConfig
 from pier.trial.environment import SandboxStarter, ServiceLogs, TaskSandbox, prepare_step, wait_until_healthy
 from pier.trial.plan import NetworkPlan, SandboxPlan, agent_plan, check_network, check_support, plan_network
 from pier.trial.record import TrialRecord
-from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec, open_services, user_text
+from pier.trial.spec import SandboxChoice, TrialServices, TrialSpec, open_services, user_text
 from pier.verifier.secure import make_folders
 from pier.workspace import state
 from pier.workspace.agents import (
@@ -156,7 +158,7 @@ class LiveWorkspace:
     def run_of(self, installed: InstalledAgent, endpoint: Endpoint | None) -> AgentRun:
         """The agent's inputs, without an instruction."""
         task = self.environment.task
-        spec = TrialSpec("workspace", task, self.workspace.pier, AgentChoice(installed.name))
+        spec = TrialSpec("workspace", task, self.workspace.pier, AgentConfig(name=installed.name))
         run = describe_run(
             spec,
             task.steps[0],
@@ -260,7 +262,7 @@ async def prepare(
     """How the workspace's sandbox is started, when its image is there, and where its directory is inside."""
     config = workspace.config
     keep = workspace.state / RUNNING
-    choice = SandboxChoice(backend=config.backend, image=config.image, hidden=(workspace.pier,), keep=keep)
+    choice = SandboxChoice(image=config.image, hidden=(workspace.pier,), keep=keep)
     logs = ServiceLogs(record.directory / "services", record)
     starter = SandboxStarter(task, services, record, f"workspace-{config.id}", choice, logs, 1.0, say)
     plan = agent_plan(task, choice, starter.environ)
@@ -357,7 +359,7 @@ async def _opened(
     config, backend = workspace.config, services.backend
     _check_links(workspace)
     task = workspace_task(workspace)
-    await check_support(task, backend, SandboxChoice(backend=config.backend, image=config.image))
+    await check_support(task, backend, SandboxChoice(image=config.image))
     capabilities = await backend.capabilities()
     network = _network(workspace, task, agents, public="public" in capabilities.networks)
     check_network(network, capabilities, backend.name)

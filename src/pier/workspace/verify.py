@@ -21,13 +21,14 @@ from pier.redact import Redactor
 from pier.sandbox.contract import Change
 from pier.secret import secret_values
 from pier.task import Task
+from pier.trial.config import AgentConfig, EnvironmentConfig
 from pier.trial.environment import TaskSandbox, open_environment, task_secrets
 from pier.trial.images import ImageRequest, TrialImages
 from pier.trial.plan import agent_plan
 from pier.trial.record import Clock, OutputFile, TrialRecord
 from pier.trial.result import StepResult, VerifierResult, captured
 from pier.trial.run import TrialRun
-from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec
+from pier.trial.spec import SandboxChoice, TrialServices, TrialSpec
 from pier.trial.verify import grade
 from pier.workspace import state
 from pier.workspace.live import DEFAULT_WORKDIR, LiveWorkspace, in_directory, workspace_task
@@ -169,9 +170,13 @@ class _Verification(TrialRun):
         step = replace(
             task, steps=(task.steps[index],), config=task.config.model_copy(update={"steps": None})
         )  # the result is that of one step
-        choice = SandboxChoice(backend=config.backend, image=config.image)
         spec = TrialSpec(
-            directory.name, step, directory, AgentChoice(agent, config.model), sandbox=choice, secrets=tuple(own)
+            directory.name,
+            step,
+            directory,
+            AgentConfig(name=agent, model_name=config.model),
+            sandbox=SandboxChoice(EnvironmentConfig(type=config.backend), config.image),
+            secrets=tuple(own),
         )
         super().__init__(spec, services, None, say)
         self.record = _ShownRecord(directory, self.redactor)
@@ -217,7 +222,7 @@ class _Verification(TrialRun):
         """A sandbox that starts as the workspace's did and gets what is in that now."""
         live, task = self.live, self.task
         services, config = self.services, self.workspace.config
-        choice = SandboxChoice(backend=services.backend.name, image=config.image)
+        choice = SandboxChoice(image=config.image)
         image = live.environment.record.image if live is not None else None
         if config.workdir and (image is None or image.config.workdir != config.workdir):
             task = in_directory(task, config.workdir)
