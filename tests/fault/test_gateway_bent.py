@@ -14,7 +14,7 @@ from aiohttp import web
 
 from pier.gateway import Gateway
 from pier.record import reader
-from pier.trajectory.derive import write_trajectory
+from pier.trajectory.derive import About, write_trajectory
 from pier.wire.dialects import DIALECTS, BadRequest, BadResponse, recognise
 from pier.wire.turn import (
     Media,
@@ -184,7 +184,7 @@ async def test_agents_that_send_anything_get_an_answer_of_their_dialect(
     assert seen[200] > 20 and seen.get(502, 0) == 0
     assert client == upstream or seen[400] > 20
     assert len(reader.read(tmp_path).calls) >= seen[200]
-    write_trajectory(tmp_path, tmp_path / "trajectory.json", agent_name="a")
+    write_trajectory(tmp_path, tmp_path / "trajectory.json", About("a"))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -221,4 +221,4 @@ async def test_providers_that_send_anything_are_relayed_or_blamed(
     calls = reader.read(tmp_path).generations()
     assert len(calls) == len(behaviours)
     assert {call.outcome for call in calls} <= {"ok", "error", "failed"}, {call.outcome for call in calls}
-    write_trajectory(tmp_path, tmp_path / "trajectory.json", agent_name="a")
+    write_trajectory(tmp_path, tmp_path / "trajectory.json", About("a"))

@@ -324,19 +324,10 @@ class Derivation:
 
 
 def write_trajectory(
-    recording: Path,
-    target: Path,
-    *,
-    agent_name: str,
-    agent_version: str | None = None,
-    model_name: str | None = None,
-    session_id: str | None = None,
-    durable: bool = True,
-    most: int | None = None,
+    recording: Path, target: Path, about: About, *, durable: bool = True, most: int | None = None
 ) -> TrajectorySummary:
     """Write to `target` the trajectory of the recording at `recording`, a file or a trial's directory;
     `RecordingTooLarge` if it takes more than `most`, as `Reader` counts."""
-    about = About(agent_name, agent_version, model_name, session_id)
     return Derivation(recording, target, about, most).update(durable=durable)
 
 

@@ -30,7 +30,7 @@ from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
 from pier.task import Task, TaskStep
 from pier.task.model import resolve_headers
 from pier.tree import Tree
-from pier.trial.bounded import run_bounded
+from pier.trial.bounded import read_back, run_bounded
 from pier.trial.record import TrialRecord
 from pier.trial.result import AgentResult, captured, storage_fault
 from pier.trial.spec import Accept, AgentChoice, TrialServices, TrialSpec, user_text
@@ -48,9 +48,6 @@ _GRACE = 60.0
 
 _FLOOD = 32
 """An agent with more model calls at once than this may have caused a rate limit itself, so it is graded."""
-
-_SMALL = 8 << 20
-"""Bytes of a recording and its requests that are read in this process; that may take thirty times as much memory."""
 
 
 def make_agent(choice: AgentChoice) -> Agent:
@@ -362,23 +359,13 @@ async def _judge_calls(session: Session, judge: Callable[[list[Generation]], R])
     recording = session.terms.recording
     if session.terms.on_generation is not None or recording is None:
         return await asyncio.to_thread(judge, session.generations)
-    return await _read_back(_judge_recording, recording, judge)
+    return await read_back(_judge_recording, recording, judge)
 
 
 def _judge_recording(recording: Path, judge: Callable[[list[Generation]], R], *, most: int | None = None) -> R:
     from pier.trajectory.calls import generations_of
 
     return judge(generations_of(recording, most))
-
-
-async def _read_back(read: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """Call a function that reads a recording: in a thread if that takes little memory, else in a limited process."""
-    from pier.record.reader import RecordingTooLarge
-
-    try:
-        return await asyncio.to_thread(read, *args, **kwargs, most=_SMALL)
-    except RecordingTooLarge:
-        return await run_bounded(read, *args, **kwargs)
 
 
 def usage_of(session: Session | None) -> AgentResult:
@@ -460,18 +447,10 @@ def _raise_storage_fault(error: Exception | None) -> None:
 
 def derive(logs: Path, header: TrajectoryHeader, *, durable: bool = True, most: int | None = None) -> TrajectorySummary:
     """Write the trajectory next to the recording, from what was recorded so far; `RecordingTooLarge` beyond `most`."""
-    from pier.trajectory.derive import write_trajectory
+    from pier.trajectory.derive import About, write_trajectory
 
-    return write_trajectory(
-        logs / RECORDING,
-        logs / TRAJECTORY,
-        agent_name=header.agent,
-        agent_version=header.version,
-        model_name=header.model,
-        session_id=header.session,
-        durable=durable,
-        most=most,
-    )
+    about = About(header.agent, header.version, header.model, header.session)
+    return write_trajectory(logs / RECORDING, logs / TRAJECTORY, about, durable=durable, most=most)
 
 
 def summary_usage(summary: TrajectorySummary) -> dict[str, Any]:
@@ -497,7 +476,7 @@ async def add_trajectory(
     if not (logs / RECORDING).is_file():
         return result
     with captured() as failure:
-        summary = await _read_back(derive, logs, header)
+        summary = await read_back(derive, logs, header)
         if summary.path is None:
             return result
         return (result or AgentResult()).model_copy(update=summary_usage(summary))
@@ -557,7 +536,7 @@ async def _follow(logs: Path, header: TrajectoryHeader, over: asyncio.Event) -> 
         try:
             # What cannot be derived now is reported by the derivation at the end.
             with captured():
-                await _read_back(derive, logs, header, durable=False)
+                await read_back(derive, logs, header, durable=False)
         finally:
             _pace.give_back(time.monotonic() - began)
         known = size

@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING
 from pier import __version__
 from pier.agent.contract import AGENT_LOGS
 from pier.errors import PierError, StorageError, UsageError
+from pier.record.reader import RecordingTooLarge
 from pier.redact import Redactor
 from pier.secret import secret_values
 from pier.trajectory.model import read
 from pier.trajectory.native.convert import convert, find_sessions
 from pier.tree import FAULTS, Tree, TreeError
 from pier.trial.agent import RECORDING, TRAJECTORY, TrajectoryHeader, derive, summary_usage
+from pier.trial.bounded import call_bounded
 from pier.trial.result import AgentInfo, AgentResult, ModelInfo, PierInfo, TimingInfo, TrialResult, judge_as_harbor
 from pier.workspace.client import fetch
 from pier.workspace.host_sessions import FINDERS, find_host_sessions
@@ -305,9 +307,9 @@ def capture(
     scratch, place = target / ".incoming", None
     try:
         place = session_place(workspace, session_dir, scratch) if session_dir else None
-        found = capture_session(
-            workspace, target / "agent", agent=agent, session=session, session_dir=place, redactor=redactor,
-            environ=env, directory=directory,
+        found = call_bounded(
+            capture_session, workspace, target / "agent", agent=agent, session=session, session_dir=place,
+            redactor=redactor, environ=dict(env), directory=root,
         )  # fmt: skip
         if found is None:
             raise nothing_found(workspace, root, agent, session)
@@ -320,6 +322,9 @@ def capture(
         for parent in missing:
             with suppress(OSError):
                 parent.rmdir()
+        if isinstance(error, MemoryError):
+            words = f"cannot capture the session: to read its recording or log, {error}"
+            raise RecordingTooLarge(words) from None
         if isinstance(error, OSError | TreeError) and getattr(error, "errno", None) in FAULTS:
             words = f"the session could not be saved to {target}: {error}"
             raise StorageError(words, hint="free some space, then pier capture again") from error
