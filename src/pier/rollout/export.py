@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 from pier.errors import PierError, UsageError
 from pier.rollout.samples import Counts, Sample, SampleOrigin, broken_promises, origins, samples_of
 from pier.trajectory.model import whole_characters
+from pier.trial.bounded import read_back_now
 
 FORMAT = 1
 Row = dict[str, Any]
@@ -185,6 +187,13 @@ class Report:
         self.kinds[sample.kind] = self.kinds.get(sample.kind, 0) + 1
         return good
 
+    def merge(self, other: Report) -> None:
+        for name in ("recordings", "samples", "written", "exact", "trainable", "without_reward", "without_logprobs"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.kinds = dict(Counter(self.kinds) + Counter(other.kinds))
+        self.counts.add(other.counts)
+        self.rows += other.rows
+
     def as_dict(self) -> Row:
         counts = self.counts.as_dict()
         return {
@@ -216,22 +225,39 @@ def export(
     trainable_only: bool = False,
 ) -> Report:
     """Give the samples of all recordings at `places` to `sink`, in the given format."""
-    report, write = Report(), FORMATS[form]
+    report = Report()
     for origin in (origin for place in places for origin in origins(place)):
         assert origin.recording is not None
-        samples, counts = samples_of(origin.recording, kinds)
-        if broken := next(broken_promises(samples), None):
-            raise PierError(f"{origin.recording}: {broken}", code="internal")
-        report.recordings += 1
-        report.counts.add(counts)
-        for sample in samples:
-            good = report.add(sample, origin) or (form == "sft" and origin.is_earned)
-            if is_wanted(sample, origin, form) and (good or not trainable_only):
-                report.written += 1
-                if sink is not None:
-                    sink.add(write(sample, origin))
-            report.rows.append(_line(sample, origin))
+        part, rows = read_back_now(_read_rows, origin.recording, origin, form, kinds, trainable_only, sink is None)
+        report.merge(part)
+        if sink is not None:
+            for row in rows:
+                sink.add(json.loads(row))
     return report
+
+
+def _read_rows(
+    recording: Path,
+    origin: SampleOrigin,
+    form: str,
+    kinds: Collection[str],
+    trainable_only: bool,
+    only_listed: bool,
+    most: int | None,
+) -> tuple[Report, list[bytes]]:
+    """The report and the rows, as JSON, of one recording."""
+    samples, counts = samples_of(recording, kinds, most)
+    if broken := next(broken_promises(samples), None):
+        raise PierError(f"{recording}: {broken}", code="internal")
+    report, rows = Report(recordings=1, counts=counts), list[bytes]()
+    for sample in samples:
+        good = report.add(sample, origin) or (form == "sft" and origin.is_earned)
+        if is_wanted(sample, origin, form) and (good or not trainable_only):
+            report.written += 1
+            if not only_listed:
+                rows.append(json.dumps(FORMATS[form](sample, origin)).encode())
+        report.rows.append(_line(sample, origin))
+    return report, rows
 
 
 def _line(sample: Any, origin: SampleOrigin) -> Row:

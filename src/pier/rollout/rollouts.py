@@ -36,7 +36,7 @@ from pier.rollout.samples import (
     SampleOrigin,
     broken_promises,
     origin_of,
-    samples_of,
+    read_samples,
 )
 from pier.rollout.sandboxes import leased_directory
 from pier.trajectory.calls import Generation
@@ -322,8 +322,7 @@ class RolloutCollector:
         steps = [each.step_name for each in result.step_results or ()] if result else []
         for step in steps or [None]:
             place = (directory / "steps" / step if step else directory) / "agent" / RECORDING
-            found = samples_of(place, self._limits.kinds) if place.is_file() else ([], Counts())
-            sessions[step] = (*found, place)
+            sessions[step] = (*read_samples(place, self._limits.kinds), place)
         self._add(trial, outcome, result, sessions, Redactor())
 
     def _add(

@@ -26,10 +26,10 @@ from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
 from pier.task import Task, TaskStep
 from pier.task.load import describe
 from pier.task.model import McpServerTable, resolve_headers
+from pier.trial.bounded import read_back
 from pier.trial.config import AgentConfig
 from pier.trial.result import AgentResult
 from pier.trial.spec import Accept, TrialServices, TrialSpec, user_text
-from pier.trial.trajectory import read_back
 
 if TYPE_CHECKING:
     from pier.gateway.session import Session

@@ -1,46 +1,30 @@
-"""The trajectory of an agent's run, and reading its recording within bounds.
+"""The trajectory of an agent's run.
 
 The trajectory is derived from the recording of the agent's model calls, else from its own session log. It is kept up to
 date while the agent runs, so that it can be watched and a run that is killed leaves one. Deriving takes time off the
 interpreter that serves the agents' models, so all trials of this process together spend at most a tenth of it on this.
-A recording that takes more memory is read in another process, whose memory is limited.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pier.record import RECORDING
 from pier.trajectory import TRAJECTORY, About
 from pier.tree import Tree
-from pier.trial.bounded import run_bounded
+from pier.trial.bounded import read_back, run_bounded
 from pier.trial.record import TrialRecord
 from pier.trial.result import AgentResult, captured, storage_fault
 
 if TYPE_CHECKING:
     from pier.trajectory.derive import TrajectorySummary
     from pier.trajectory.model import Trajectory
-
-R = TypeVar("R")
-
-_SMALL = 8 << 20
-"""Bytes of a recording and its requests that are read in this process; that may take thirty times as much memory."""
-
-
-async def read_back(read: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """Call a function that reads a recording: in a thread if that takes little memory, else in a limited process."""
-    from pier.record.reader import RecordingTooLarge
-
-    try:
-        return await asyncio.to_thread(read, *args, **kwargs, most=_SMALL)
-    except RecordingTooLarge:
-        return await run_bounded(read, *args, **kwargs)
 
 
 async def add_native_trajectory(

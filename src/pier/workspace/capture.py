@@ -22,6 +22,7 @@ from pier import __version__
 from pier.agent.contract import AGENT_LOGS
 from pier.errors import PierError, StorageError, UsageError
 from pier.record import RECORDING
+from pier.record.reader import RecordingTooLarge
 from pier.redact import Redactor
 from pier.secret import secret_values
 from pier.trajectory import TRAJECTORY, About
@@ -29,6 +30,7 @@ from pier.trajectory.derive import write_trajectory
 from pier.trajectory.model import read
 from pier.trajectory.native.convert import convert, find_sessions
 from pier.tree import FAULTS, Tree, TreeError
+from pier.trial.bounded import call_bounded
 from pier.trial.result import AgentInfo, AgentResult, ModelInfo, PierInfo, TimingInfo, TrialResult, judge_as_harbor
 from pier.trial.trajectory import summary_usage, usage_in
 from pier.workspace.client import fetch
@@ -299,9 +301,9 @@ def capture(
     scratch, place = target / ".incoming", None
     try:
         place = session_place(workspace, session_dir, scratch) if session_dir else None
-        found = capture_session(
-            workspace, target / "agent", agent=agent, session=session, session_dir=place, redactor=redactor,
-            environ=env, directory=directory,
+        found = call_bounded(
+            capture_session, workspace, target / "agent", agent=agent, session=session, session_dir=place,
+            redactor=redactor, environ=dict(env), directory=root,
         )  # fmt: skip
         if found is None:
             raise nothing_found(workspace, root, agent, session)
@@ -314,6 +316,9 @@ def capture(
         for parent in missing:
             with suppress(OSError):
                 parent.rmdir()
+        if isinstance(error, MemoryError):
+            words = f"cannot capture the session: to read its recording or log, {error}"
+            raise RecordingTooLarge(words) from None
         if isinstance(error, OSError | TreeError) and getattr(error, "errno", None) in FAULTS:
             words = f"the session could not be saved to {target}: {error}"
             raise StorageError(words, hint="free some space, then pier capture again") from error
