@@ -293,7 +293,7 @@ class RolloutEnvironment(ABC):
             raise UsageError("pier does not push to the Hugging Face hub", hint="save_results=True, then push the file")
         rows = [dict(row) for row in as_dataset(inputs)]
         sampling = {**self.sampling_args, **(sampling_args or {})}
-        sampling_of(sampling)  # a wrong one is no fault of every rollout
+        sampling_of(sampling)  # checked before any rollout starts
         sources, counts = sources_of(client), Counter(row["example_id"] for row in rows)
         header = ResultsHeader(
             env_id=self.env_id,
