@@ -9,6 +9,7 @@ spelling on the command line. Fields added after the first release are left out 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import UnionType
@@ -62,6 +63,20 @@ class _Part(BaseModel):
         extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False, defer_build=True
     )
     group: ClassVar[str]
+
+    @field_validator("*")
+    @classmethod
+    def _is_finite(cls, value: Any) -> Any:
+        """JSON has no NaN and no infinity: written down, they are null, as which another trial may count."""
+        if isinstance(value, dict | list) and not _all_finite(value):
+            raise ValueError("expected finite numbers")
+        return value
+
+
+def _all_finite(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return all(map(_all_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 _Above0 = Annotated[float | None, Gt(0)]
