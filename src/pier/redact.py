@@ -8,7 +8,6 @@ if that is broken into lines; and each line of one that has several, which an in
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -20,9 +19,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, quote_plus
 
 from pier.secret import is_never_secret, looks_random
+from pier.secret_forms import WRAPPED_LEAST, Secret, compile_secret, forms_of
 from pier.tree import Entry, Tree
 
 REDACTED = "[REDACTED]"
@@ -38,32 +37,17 @@ _MOST_KNOWN = 4096
 _DEEPEST = 64
 _PART = 4
 """How much of a core is looked up in short texts."""
-_ESCAPES = 8
-_PLAIN = re.compile(r"[A-Za-z0-9._-]+")
-"""Characters that stand for themselves in every encoding."""
-_WRAPPED_LEAST, _WRAPPED_MOST = 48, 128
+_WRAPPED_MOST = 128
 """How long the lines of wrapped base64 may be."""
 _WRAP = rb"(?:\r?\n|\\{1,8}(?:r\\{1,8})?n)[ \t]{0,16}"
 _WRAPS = (re.compile(_WRAP), re.compile(_WRAP + rb"\+"))
 _ENCODED = rb"[A-Za-z0-9+/_-]"
-_LINE_OF_IT = rb"(?:%b{%d,}+|(?<=%b)%b*+)" % (_ENCODED, _WRAPPED_LEAST, re.escape(_MARK), _ENCODED)
+_LINE_OF_IT = rb"(?:%b{%d,}+|(?<=%b)%b*+)" % (_ENCODED, WRAPPED_LEAST, re.escape(_MARK), _ENCODED)
 _WRAPPED = re.compile(rb"(?<!%b)(?:%b%b)+%b+" % (_ENCODED, _LINE_OF_IT, _WRAP, _ENCODED))
 _WRAPPED_END = re.compile(rb"%b(?:%b\+?|\r)?\Z" % (_LINE_OF_IT, _WRAP))
 """Base64 in lines, as `base64` and MIME write it; in a diff, each begins with one more plus."""
 _TOKEN_FIELDS = ("logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs", "logprobsResult")
 """Fields that spell a text once more, token by token."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Secret:
-    """One secret: texts of which each of its forms has one, a pattern for all of them, and the size of the largest."""
-
-    cores: tuple[bytes, ...]
-    pattern: re.Pattern[bytes]
-    longest: int
-
-    def may_be_in(self, data: bytes) -> bool:
-        return any(core in data for core in self.cores)
 
 
 class Redactor:
@@ -74,8 +58,8 @@ class Redactor:
         lines = {line.strip() for secret in given if "\n" in secret for line in secret.splitlines()}
         random = {line for line in lines if len(line) >= _LINE and looks_random(line)}
         wanted = {secret for secret in (*given, *random) if not is_never_secret(secret)}
-        self._secrets = [_compile(secret) for secret in sorted(wanted, key=lambda secret: (-len(secret), secret))]
-        forms = {form for secret in wanted for form in _forms(secret)}
+        self._secrets = [compile_secret(secret) for secret in sorted(wanted, key=lambda secret: (-len(secret), secret))]
+        forms = {form for secret in wanted for form in forms_of(secret)}
         self._begins = {form[:size] for form in forms for size in range(1, min(len(form), _LONG + 1))}
         self._long = [form for form in forms if len(form) > _LONG]
         self._known: dict[str, int] = {}
@@ -107,7 +91,7 @@ class Redactor:
 
         return _WRAPPED.sub(clean, data) if near else data
 
-    def _near(self, data: bytes) -> list[_Secret]:
+    def _near(self, data: bytes) -> list[Secret]:
         """The secrets that may be in `data`. In a short text it takes less time to look up each part of the text than
         to look for each core."""
         if len(data) < self._shortest:
@@ -140,7 +124,9 @@ class Redactor:
         if len(text) * 4 < self._shortest:
             return []
         data, spans = text.encode(errors="surrogatepass"), list[tuple[int, int]]()
-        found = (found.span() for secret in self._near(data) for found in secret.pattern.finditer(data))
+        if not (near := self._near(data)):
+            return spans
+        found = (found.span() for secret in near for found in secret.pattern.finditer(data))
         for start, end in sorted(found):
             if spans and start < spans[-1][1]:
                 start, end = spans[-1][0], max(end, spans.pop()[1])
@@ -214,28 +200,7 @@ def _unused(path: Path) -> Path:
     return next(each for each in itertools.chain((path,), more) if not os.path.lexists(each))
 
 
-def _compile(secret: str) -> _Secret:
-    """What finds a secret. The cores are looked for first, which is many times as fast as the pattern."""
-    escaped = [_character(character) for character in secret]
-    patterns = ["".join(pattern for pattern, _ in escaped)]
-    longest = sum(size for _, size in escaped)
-    cores = [max(_PLAIN.findall(secret), key=len, default="")]
-    for form in _base64(secret):
-        escaped = [_character(character) for character in form]
-        swapped = ({"+": "-|", "/": "_|"}.get(character, "") for character in form)
-        patterns.append("".join(f"(?:{swap}{pattern})" for swap, (pattern, _) in zip(swapped, escaped, strict=True)))
-        longest = max(longest, sum(size for _, size in escaped))
-        half = min(len(form) // 2, _WRAPPED_LEAST // 2)  # a line ends in one of two halves at most
-        halves = (form[:half], form[half : 2 * half])
-        cores += [max(re.findall(r"[A-Za-z0-9]+", part), key=len, default="") for part in halves]
-    others = _others(secret)
-    longest = max(longest, *map(len, others))
-    pattern = b"|".join(("|".join(patterns).encode(), *map(re.escape, others)))
-    sure = {*(core.encode() for core in cores), *others[:2], others[2][:-1], others[3][1:]}  # ASCII has one UTF-16 core
-    return _Secret(tuple(sure), re.compile(pattern), longest)
-
-
-def _parts(secrets: list[_Secret]) -> dict[int, dict[bytes, list[int]]]:
+def _parts(secrets: list[Secret]) -> dict[int, dict[bytes, list[int]]]:
     """One part of each core, by their sizes, and which secrets have it."""
     found: dict[int, dict[bytes, list[int]]] = {}
     for number, secret in enumerate(secrets):
@@ -243,53 +208,6 @@ def _parts(secrets: list[_Secret]) -> dict[int, dict[bytes, list[int]]]:
             part = core[:_PART]
             found.setdefault(len(part), {}).setdefault(part, []).append(number)
     return found
-
-
-def _others(secret: str) -> list[bytes]:
-    """A secret as hex and as UTF-16."""
-    digits = secret.encode(errors="surrogatepass").hex().encode()
-    return [digits, digits.upper(), *(secret.encode(f"utf-16-{end}", errors="surrogatepass") for end in ("le", "be"))]
-
-
-_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"}
-
-
-def _character(character: str) -> tuple[str, int]:
-    """A pattern for one character of a secret in any encoding, and the most bytes that it may take."""
-    if _PLAIN.fullmatch(character):
-        return re.escape(character), 1
-    raw = character.encode(errors="surrogatepass")
-    units = character.encode("utf-16-be", errors="surrogatepass")
-    slashes = rf"\\{{0,{_ESCAPES}}}"
-    unicode = "".join(rf"\\{{1,{_ESCAPES}}}u(?i:{units[i : i + 2].hex()})" for i in range(0, len(units), 2))
-    percent = "".join(f"%(?:25)?(?i:{byte:02x})" for byte in raw)
-    found = [slashes + re.escape(character), unicode, percent]
-    if (entity := _ENTITIES.get(character)) is not None:
-        found.append(f"(?:{re.escape(entity)}|&#0?{ord(character)};)")
-    short = {"\n": "n", "\t": "t", "\r": "r"}.get(character)
-    found += [rf"\\{{1,{_ESCAPES}}}{short}"] if short else [r"\+"] if character == " " else []
-    size = max(_ESCAPES + len(raw), (_ESCAPES + 5) * len(units) // 2, 5 * len(raw))
-    return f"(?:{'|'.join(found)})", size
-
-
-def _base64(secret: str) -> Iterator[str]:
-    """What is the same in every base64 text that holds the secret, for each place where it may begin."""
-    raw = secret.encode(errors="surrogatepass")
-    for pad, skipped in enumerate((0, 2, 3)):
-        encoded = base64.b64encode(b"\0" * pad + raw).decode().rstrip("=")
-        partial = (pad + len(raw)) % 3 != 0
-        yield encoded[skipped : len(encoded) - partial]
-
-
-def _forms(secret: str) -> Iterator[str]:
-    """The forms in which a secret may be split over pieces."""
-    once = json.dumps(secret)[1:-1]
-    yield from (secret, quote(secret, safe=""), quote_plus(secret), once, json.dumps(once)[1:-1])
-    yield json.dumps(secret, ensure_ascii=False)[1:-1]
-    yield from (form.decode() for form in _others(secret)[:2])
-    for form in _base64(secret):
-        yield form
-        yield form.replace("+", "-").replace("/", "_")
 
 
 def _overlap(text: str, form: str) -> int:
@@ -351,8 +269,9 @@ class StreamRedactor:
     """Removes secrets from bytes that come in pieces. Of the end, as much is held back as a secret may begin in.
 
     With `lines`, each line with a JSON object in it (as server-sent events and logs of agents have) is read: texts at
-    the same place of following lines are one text that may hold a secret. A line in which something was removed loses
-    its token ids and log-probs as well, since these spell the same text; with `drop_tokens`, every line does.
+    the same place of following lines, at most a mebibyte apart, are one text that may hold a secret. A line in which
+    something was removed loses its token ids and log-probs as well, since these spell the same text; with
+    `drop_tokens`, every line does.
     """
 
     redactor: Redactor
@@ -365,6 +284,8 @@ class StreamRedactor:
     _held: bytes = b""
     _rest: bytes = b""
     _waiting: list[_Line] = field(default_factory=list)
+    _waits: int = 0
+    """Their size."""
     _open: _Texts = field(default_factory=dict)
 
     def feed(self, data: bytes) -> bytes:
@@ -395,7 +316,7 @@ class StreamRedactor:
         if self._rest:
             self._take(self._cut(self._rest))
         out += b"".join(line.render() for line in self._waiting)
-        self._held, self._rest, self._waiting, self._open = b"", b"", [], {}
+        self._held, self._rest, self._waiting, self._open, self._waits = b"", b"", [], {}, 0
         return out
 
     def _cut(self, data: bytes) -> bytes:
@@ -420,8 +341,13 @@ class StreamRedactor:
             whole, self._rest = [*whole, self._rest[:cut]], self._rest[cut:]
         for line in whole:
             self._take(line)
-        ready = next((place for place, line in enumerate(self._waiting) if line.waits), len(self._waiting))
+        self._waits += sum(map(len, whole))
+        if self._waits > _CHUNK:
+            self._open.clear()
+        waits = (place for place, line in enumerate(self._waiting) if line.waits)
+        ready = next(waits, len(self._waiting)) if self._open else len(self._waiting)
         out = b"".join(line.render() for line in self._waiting[:ready])
+        self._waits -= sum(len(line.raw) for line in self._waiting[:ready])
         del self._waiting[:ready]
         return out
 
@@ -474,13 +400,16 @@ class StreamRedactor:
         self._open[place] = kept
 
 
+_DECODE = json.JSONDecoder().decode
+
+
 def _parse(data: bytes) -> Any:
     """A JSON object, or several with commas between them as a list."""
     text = data.decode(errors="surrogatepass")
     try:
-        return json.loads(text)
+        return _DECODE(text)
     except ValueError:
-        return json.loads(f"[{text}]")
+        return _DECODE(f"[{text}]")
 
 
 def _replace(pieces: list[_Piece], spans: list[tuple[int, int]]) -> None:
@@ -501,6 +430,9 @@ def _replace(pieces: list[_Piece], spans: list[tuple[int, int]]) -> None:
             piece.set(out + text[done - begin :])
 
 
+_SCALAR = (str, int, type(None))
+
+
 def _find_texts(line: _Line, value: Any, place: tuple[object, ...], depth: int, found: _Texts) -> None:
     """Add all texts of a JSON value by where they are, but for their places in lists. A value that is nested too deep
     is a `ValueError`."""
@@ -508,12 +440,13 @@ def _find_texts(line: _Line, value: Any, place: tuple[object, ...], depth: int, 
         raise ValueError("nested too deep")
     is_dict = isinstance(value, dict)
     if is_dict:
-        place = (place, value.get("type"), value.get("index"), value.get("output_index"))
-        place = place if all(isinstance(told, str | int | None) for told in place[1:]) else place[:1]
+        kind, index, output = value.get("type"), value.get("index"), value.get("output_index")
+        is_plain = isinstance(kind, _SCALAR) and isinstance(index, _SCALAR) and isinstance(output, _SCALAR)
+        place = (place, kind, index, output) if is_plain else (place,)
     for key, each in value.items() if is_dict else enumerate(value):
         if isinstance(each, str):
             found.setdefault((place, key) if is_dict else place, []).append(_Piece(line, each, value, key))
-        elif isinstance(each, dict | list):
+        elif isinstance(each, (dict, list)):
             _find_texts(line, each, (place, key) if is_dict else place, depth + 1, found)
 
 

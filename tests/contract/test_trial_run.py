@@ -373,7 +373,7 @@ async def test_a_cancelled_trial_leaves_no_result_and_no_sandbox(bench: Bench, t
 
 
 async def test_kept_processes(bench: Bench, tmp_path: Path) -> None:
-    solve = "touch /app/done; (setsid sleep 600 > /dev/null 2>&1 &)"
+    solve = "touch /app/done; setsid sleep 600 > /dev/null 2>&1 & until grep -qsx sleep /proc/[0-9]*/comm; do :; done"
     test = "#!/bin/bash\ngrep -qsx sleep /proc/[0-9]*/comm; echo $((! $?)) > /logs/verifier/reward.txt\n"
     task = write_task(tmp_path / "a", solve=solve, test=test)
     kept = await bench.run(task)

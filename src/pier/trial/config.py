@@ -8,11 +8,12 @@ from before they existed is still recognised as the same job.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Policy = Literal["auto", "limit", "request", "guarantee", "ignore"]
 ApiFormat = Literal["openai_chat_completions", "openai_responses", "anthropic_messages", "google_generate_content"]
@@ -55,6 +56,20 @@ class SettingsTable(BaseModel):
         extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False, defer_build=True
     )
     group: ClassVar[str]
+
+    @field_validator("*")
+    @classmethod
+    def _is_finite(cls, value: Any) -> Any:
+        """JSON has no NaN and no infinity: written down, they are null, as which another trial may count."""
+        if isinstance(value, dict | list) and not _all_finite(value):
+            raise ValueError("expected finite numbers")
+        return value
+
+
+def _all_finite(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return all(map(_all_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 Above0 = Annotated[float | None, Gt(0)]
