@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pier.errors import PierError, UsageError
+from pier.errors import PierError, UsageError, VerifierError
 from pier.rollout.client import ModelSource, sources_of
 from pier.rollout.dataset import RolloutDataset, Row, as_dataset, with_prompts
 from pier.rollout.results import Output, Results, ResultsHeader, default_path, output_of
@@ -293,7 +293,7 @@ class RolloutEnvironment(ABC):
             raise UsageError("pier does not push to the Hugging Face hub", hint="save_results=True, then push the file")
         rows = [dict(row) for row in as_dataset(inputs)]
         sampling = {**self.sampling_args, **(sampling_args or {})}
-        sampling_of(sampling)  # a wrong one is no fault of every rollout
+        sampling_of(sampling)  # fails here once, not in each rollout
         sources, counts = sources_of(client), Counter(row["example_id"] for row in rows)
         header = ResultsHeader(
             env_id=self.env_id,
@@ -397,15 +397,24 @@ class RolloutEnvironment(ABC):
 
     async def _score(self, states: list[State], plan: RolloutPlan, span: TimeSpan) -> None:
         span.start = time.time()
-        if not self.score_rollouts:
+        try:
+            if not self.score_rollouts:
+                for state in states:
+                    state["reward"], state["metrics"] = None, {}
+            elif plan.independent:
+                await self.rubric.score_rollout(states[0])
+            else:
+                await self.rubric.score_group(states)
             for state in states:
-                state["reward"], state["metrics"] = None, {}
-        elif plan.independent:
-            await self.rubric.score_rollout(states[0])
-        else:
-            await self.rubric.score_group(states)
-        for state in states:
-            await self.rubric.cleanup(state)
+                await self.rubric.cleanup(state)
+        except UsageError:
+            raise
+        except Exception as error:
+            failed = VerifierError(f"the rubric failed: {type(error).__name__}: {error}", code="reward")
+            failed.__cause__ = error
+            for state in states:
+                state["reward"], state["metrics"], state["error"] = None, {}, state.get("error") or failed
+            self.logger.exception("scoring of example %s failed", states[0]["example_id"])
         span.end = time.time()
 
     async def finish(self, state: State) -> None:  # noqa: B027 - most environments hold nothing that long
