@@ -93,7 +93,7 @@ class RolloutEnvironment(ABC):
         self._sources = {"train": dataset, "eval": eval_dataset}
         self._built: dict[str, RolloutDataset] = {}
         for name, source in self._sources.items():
-            if source is not None and not callable(source):
+            if not callable(source):
                 self._build(name)
         for name, value in attributes.items():
             setattr(self, name, value)
@@ -106,9 +106,11 @@ class RolloutEnvironment(ABC):
     def _build(self, name: str) -> RolloutDataset | None:
         source = self._sources[name]
         if name not in self._built and source is not None:
-            rows = as_dataset(source() if callable(source) else source)
-            self._built[name] = with_prompts(rows, self.system_prompt, self.few_shot)
+            self._keep(name, source() if callable(source) else source)
         return self._built.get(name)
+
+    def _keep(self, name: str, rows: Any) -> None:
+        self._built[name] = with_prompts(as_dataset(rows), self.system_prompt, self.few_shot)
 
     @property
     def dataset(self) -> RolloutDataset | None:
@@ -116,7 +118,7 @@ class RolloutEnvironment(ABC):
 
     @dataset.setter
     def dataset(self, rows: Any) -> None:
-        self._built["train"] = with_prompts(as_dataset(rows), self.system_prompt, self.few_shot)
+        self._keep("train", rows)
 
     @property
     def eval_dataset(self) -> RolloutDataset | None:
@@ -124,7 +126,7 @@ class RolloutEnvironment(ABC):
 
     @eval_dataset.setter
     def eval_dataset(self, rows: Any) -> None:
-        self._built["eval"] = with_prompts(as_dataset(rows), self.system_prompt, self.few_shot)
+        self._keep("eval", rows)
 
     def build_dataset(self) -> RolloutDataset | None:
         return self._build("train")

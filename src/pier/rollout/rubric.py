@@ -26,27 +26,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 Mark = Literal["stop", "cleanup", "teardown"]
 
 
-def _marker(mark: Mark, func: Any, priority: int) -> Any:
-    def apply(method: F) -> F:
-        setattr(method, f"_pier_{mark}", priority)
-        return method
+def _marker(mark: Mark) -> Any:
+    def decorate(func: Any = None, *, priority: int = 0) -> Any:
+        def apply(method: F) -> F:
+            setattr(method, f"_pier_{mark}", priority)
+            return method
 
-    return apply if func is None else apply(func)
+        return apply if func is None else apply(func)
 
-
-def stop(func: Any = None, *, priority: int = 0) -> Any:
-    """Mark a method as a stop condition: it takes the state and says whether the rollout is over."""
-    return _marker("stop", func, priority)
+    return decorate
 
 
-def cleanup(func: Any = None, *, priority: int = 0) -> Any:
-    """Mark a method to be called at the end of each rollout, while its sandbox is still there."""
-    return _marker("cleanup", func, priority)
-
-
-def teardown(func: Any = None, *, priority: int = 0) -> Any:
-    """Mark a method to be called when the environment is done with."""
-    return _marker("teardown", func, priority)
+stop = _marker("stop")
+"""Mark a method as a stop condition: it takes the state and says whether the rollout is over."""
+cleanup = _marker("cleanup")
+"""Mark a method to be called at the end of each rollout, while its sandbox is still there."""
+teardown = _marker("teardown")
+"""Mark a method to be called when the environment is done with."""
 
 
 def marked(owner: object, mark: Mark) -> list[Callable[..., Any]]:
