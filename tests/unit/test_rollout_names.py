@@ -147,3 +147,49 @@ def test_datasets_are_built_when_they_are_needed() -> None:
     assert env.compute_sandbox_timeout_minutes() == 7
     env.set_kwargs(max_seq_len=8, score_rollouts=False)
     assert (env.max_seq_len, env.score_rollouts, env.requires_group_rollouts) == (8, False, False)
+
+
+class Comparing(vf.Rubric):
+    """Scores by a method that replaces the library's."""
+
+    async def score_group(self, states: list[vf.State]) -> None:
+        await super().score_group(states)
+        for rank, state in enumerate(states):
+            state["reward"] += rank
+            state["metrics"]["rank"] = float(rank)
+
+    async def score_rollout(self, state: vf.State) -> None:
+        state["reward"] = 5.0
+
+
+class Still(vf.Environment):
+    async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> vf.State:
+        state = await self.init_state(input, client, model, sampling_args)
+        state["error"] = vf.InfraError("gone") if input["question"] == "broken" else None
+        return state
+
+
+async def test_a_rubric_in_a_group_scores_by_its_own_method() -> None:
+    rows = [{"question": question, "example_id": 0} for question in ("a", "broken", "b")]
+    plain = vf.Rubric(funcs=[lambda: 1.0], weights=[0.5])
+    env = Still(dataset=rows, rubric=vf.RubricGroup([vf.RubricGroup([plain]), Comparing(lambda: 10.0), plain]))
+    results = await env.evaluate(lambda _: "", "tiny")
+    assert [row["reward"] for row in results["outputs"]] == [11.0, None, 12.0]
+    assert [row.get("advantage") for row in results["outputs"]] == [-0.5, None, 0.5]
+    assert [row["metrics"].get("rank") for row in results["outputs"]] == [0.0, None, 1.0]
+    alone = await env.evaluate(lambda _: "", "tiny", independent_scoring=True)
+    found = {row["prompt"][0]["content"]: row["reward"] for row in alone["outputs"]}
+    assert found == {"a": 6.0, "broken": None, "b": 6.0}
+
+
+async def test_a_rubric_that_raises_ends_no_other_group() -> None:
+    class Failing(vf.Rubric):
+        async def score_group(self, states: list[vf.State]) -> None:
+            if states[0]["example_id"] == 0:
+                raise KeyError("answer")
+            await super().score_group(states)
+
+    env = Still(dataset=[{"question": "a"}, {"question": "b"}], rubric=Failing(lambda: 1.0))
+    first, second = (await env.evaluate(lambda _: "", "tiny"))["outputs"]
+    assert (first["reward"], second["reward"]) == (None, 1.0)
+    assert first["error"]["message"] == "the rubric failed: KeyError: 'answer'"

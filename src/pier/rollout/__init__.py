@@ -52,57 +52,14 @@ _HOMES = (
     *("pier.rollout.dataset", "pier.rollout.environment", "pier.rollout.modules", "pier.rollout.env"),
 )
 
-__all__ = [
-    "AgentError",
-    "AssistantMessage",
-    "ChatMessage",
-    "CliAgentEnv",
-    "ClientConfig",
-    "EmptyModelResponseError",
-    "Environment",
-    "Error",
-    "Info",
-    "InfraError",
-    "InvalidModelResponseError",
-    "JudgeRubric",
-    "Messages",
-    "MissingKeyError",
-    "ModelError",
-    "MultiTurnEnv",
-    "OverlongPromptError",
-    "Parser",
-    "Policy",
-    "Replicas",
-    "Response",
-    "RewardFunc",
-    "RolloutDataset",
-    "RolloutTiming",
-    "Rubric",
-    "RubricGroup",
-    "SamplingArgs",
-    "SandboxCreationError",
-    "SandboxError",
-    "SandboxNotReadyError",
-    "SandboxSetupError",
-    "State",
-    "SystemMessage",
-    "TimeSpan",
-    "TimeSpans",
-    "TokenUsage",
-    "ToolCall",
-    "ToolCallError",
-    "ToolError",
-    "ToolMessage",
-    "ToolParseError",
-    "TrajectoryStep",
-    "TunnelError",
-    "UserMessage",
-    "cleanup",
-    "ensure_keys",
-    "load_environment",
-    "stop",
-    "teardown",
-]
+__all__ = ["AgentError", "AssistantMessage", "ChatMessage", "CliAgentEnv", "ClientConfig", "EmptyModelResponseError"]
+__all__ += ["Environment", "Error", "Info", "InfraError", "InvalidModelResponseError", "JudgeRubric", "Messages"]
+__all__ += ["MissingKeyError", "ModelError", "MultiTurnEnv", "OverlongPromptError", "Parser", "Policy", "Replicas"]
+__all__ += ["Response", "RewardFunc", "RolloutDataset", "RolloutTiming", "Rubric", "RubricGroup", "SamplingArgs"]
+__all__ += ["SandboxCreationError", "SandboxError", "SandboxNotReadyError", "SandboxSetupError", "State"]
+__all__ += ["SystemMessage", "TimeSpan", "TimeSpans", "TokenUsage", "ToolCall", "ToolCallError", "ToolError"]
+__all__ += ["ToolMessage", "ToolParseError", "TrajectoryStep", "TunnelError", "UserMessage", "cleanup", "ensure_keys"]
+__all__ += ["load_environment", "stop", "teardown"]
 
 
 def __getattr__(name: str) -> Any:

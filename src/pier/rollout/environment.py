@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pier.errors import PierError, UsageError
+from pier.errors import PierError, UsageError, VerifierError
 from pier.rollout.client import ModelSource, sources_of
 from pier.rollout.dataset import RolloutDataset, Row, as_dataset, with_prompts
 from pier.rollout.results import Output, Results, ResultsHeader, default_path, output_of
@@ -93,7 +93,7 @@ class RolloutEnvironment(ABC):
         self._sources = {"train": dataset, "eval": eval_dataset}
         self._built: dict[str, RolloutDataset] = {}
         for name, source in self._sources.items():
-            if source is not None and not callable(source):
+            if not callable(source):
                 self._build(name)
         for name, value in attributes.items():
             setattr(self, name, value)
@@ -106,9 +106,11 @@ class RolloutEnvironment(ABC):
     def _build(self, name: str) -> RolloutDataset | None:
         source = self._sources[name]
         if name not in self._built and source is not None:
-            rows = as_dataset(source() if callable(source) else source)
-            self._built[name] = with_prompts(rows, self.system_prompt, self.few_shot)
+            self._keep(name, source() if callable(source) else source)
         return self._built.get(name)
+
+    def _keep(self, name: str, rows: Any) -> None:
+        self._built[name] = with_prompts(as_dataset(rows), self.system_prompt, self.few_shot)
 
     @property
     def dataset(self) -> RolloutDataset | None:
@@ -116,7 +118,7 @@ class RolloutEnvironment(ABC):
 
     @dataset.setter
     def dataset(self, rows: Any) -> None:
-        self._built["train"] = with_prompts(as_dataset(rows), self.system_prompt, self.few_shot)
+        self._keep("train", rows)
 
     @property
     def eval_dataset(self) -> RolloutDataset | None:
@@ -124,7 +126,7 @@ class RolloutEnvironment(ABC):
 
     @eval_dataset.setter
     def eval_dataset(self, rows: Any) -> None:
-        self._built["eval"] = with_prompts(as_dataset(rows), self.system_prompt, self.few_shot)
+        self._keep("eval", rows)
 
     def build_dataset(self) -> RolloutDataset | None:
         return self._build("train")
@@ -293,7 +295,7 @@ class RolloutEnvironment(ABC):
             raise UsageError("pier does not push to the Hugging Face hub", hint="save_results=True, then push the file")
         rows = [dict(row) for row in as_dataset(inputs)]
         sampling = {**self.sampling_args, **(sampling_args or {})}
-        sampling_of(sampling)  # checked before any rollout starts
+        sampling_of(sampling)  # fails here once, not in each rollout
         sources, counts = sources_of(client), Counter(row["example_id"] for row in rows)
         header = ResultsHeader(
             env_id=self.env_id,
@@ -397,15 +399,24 @@ class RolloutEnvironment(ABC):
 
     async def _score(self, states: list[State], plan: RolloutPlan, span: TimeSpan) -> None:
         span.start = time.time()
-        if not self.score_rollouts:
+        try:
+            if not self.score_rollouts:
+                for state in states:
+                    state["reward"], state["metrics"] = None, {}
+            elif plan.independent:
+                await self.rubric.score_rollout(states[0])
+            else:
+                await self.rubric.score_group(states)
             for state in states:
-                state["reward"], state["metrics"] = None, {}
-        elif plan.independent:
-            await self.rubric.score_rollout(states[0])
-        else:
-            await self.rubric.score_group(states)
-        for state in states:
-            await self.rubric.cleanup(state)
+                await self.rubric.cleanup(state)
+        except UsageError:
+            raise
+        except Exception as error:
+            failed = VerifierError(f"the rubric failed: {type(error).__name__}: {error}", code="reward")
+            failed.__cause__ = error
+            for state in states:
+                state["reward"], state["metrics"], state["error"] = None, {}, state.get("error") or failed
+            self.logger.exception("scoring of example %s failed", states[0]["example_id"])
         span.end = time.time()
 
     async def finish(self, state: State) -> None:  # noqa: B027 - most environments hold nothing that long

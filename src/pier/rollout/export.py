@@ -17,7 +17,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -195,19 +195,9 @@ class Report:
         self.rows += other.rows
 
     def as_dict(self) -> Row:
-        counts = self.counts.as_dict()
-        return {
-            "recordings": self.recordings,
-            "samples": self.samples,
-            "written": self.written,
-            "exact": self.exact,
-            "trainable": self.trainable,
-            "without_reward": self.without_reward,
-            "without_logprobs": self.without_logprobs,
-            "kinds": self.kinds,
-            "generations_without_tokens": counts.pop("without_tokens"),
-            **counts,
-        }
+        found = asdict(replace(self, rows=[])) | self.counts.as_dict()
+        found["generations_without_tokens"] = found.pop("without_tokens")
+        return {name: value for name, value in found.items() if name not in ("counts", "rows")}
 
 
 class Sink(Protocol):

@@ -26,27 +26,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 Mark = Literal["stop", "cleanup", "teardown"]
 
 
-def _marker(mark: Mark, func: Any, priority: int) -> Any:
-    def apply(method: F) -> F:
-        setattr(method, f"_pier_{mark}", priority)
-        return method
+def _marker(mark: Mark) -> Any:
+    def decorate(func: Any = None, *, priority: int = 0) -> Any:
+        def apply(method: F) -> F:
+            setattr(method, f"_pier_{mark}", priority)
+            return method
 
-    return apply if func is None else apply(func)
+        return apply if func is None else apply(func)
 
-
-def stop(func: Any = None, *, priority: int = 0) -> Any:
-    """Mark a method as a stop condition: it takes the state and says whether the rollout is over."""
-    return _marker("stop", func, priority)
+    return decorate
 
 
-def cleanup(func: Any = None, *, priority: int = 0) -> Any:
-    """Mark a method to be called at the end of each rollout, while its sandbox is still there."""
-    return _marker("cleanup", func, priority)
-
-
-def teardown(func: Any = None, *, priority: int = 0) -> Any:
-    """Mark a method to be called when the environment is done with."""
-    return _marker("teardown", func, priority)
+stop = _marker("stop")
+"""Mark a method as a stop condition: it takes the state and says whether the rollout is over."""
+cleanup = _marker("cleanup")
+"""Mark a method to be called at the end of each rollout, while its sandbox is still there."""
+teardown = _marker("teardown")
+"""Mark a method to be called when the environment is done with."""
 
 
 def marked(owner: object, mark: Mark) -> list[Callable[..., Any]]:
@@ -135,13 +131,9 @@ class Rubric:
         """Something that reward functions may name."""
         self.class_objects[name] = obj
 
-    def weighted(self) -> list[tuple[RewardFunc, float, dict[str, Any]]]:
-        """Each function with its weight and the objects that it may name."""
-        return [(func, weight, self.class_objects) for func, weight in zip(self.funcs, self.weights, strict=True)]
-
     @property
     def has_group_rewards(self) -> bool:
-        return any(is_group(func) for func, _, _ in self.weighted())
+        return any(map(is_group, self.funcs))
 
     async def cleanup(self, state: State) -> None:
         """Call the methods that are marked with `cleanup`."""
@@ -157,11 +149,11 @@ class Rubric:
         """Set `reward` and `metrics` of one rollout. `UsageError` if the rubric compares rollouts of a group."""
         if self.has_group_rewards:
             raise UsageError("this rubric has group rewards: score the whole group", hint="independent_scoring=False")
-        await self._score([state])
+        await self._score([state], "score_rollout")
 
     async def score_group(self, states: list[State]) -> None:
         """Set `reward`, `metrics` and `advantage` (the reward less the group's mean) of rollouts of one example."""
-        await self._score(states)
+        await self._score(states, "score_group")
         average = mean(state["reward"] for state in states if state.get("reward") is not None)
         for state in states:
             reward = state.get("reward")
@@ -170,22 +162,21 @@ class Rubric:
                 for name in ("reward", "advantage"):
                     step[name] = state[name] if step[name] is None else step[name]
 
-    async def _score(self, states: list[State]) -> None:
+    async def _score(self, states: list[State], method: str) -> None:
+        """Set `reward` and `metrics` on behalf of a public `method`."""
         sound = [state for state in states if not is_fault(state.get("error"))]
         for state in states:
             state["reward"], state["metrics"] = None, {}
         for state in sound:
             state["reward"] = 0.0
-        for func, weight, objects in self.weighted():
-            scores = await self._scores(func, [state for state in sound if state["reward"] is not None], objects)
-            for state, score in scores:
+        for func, weight in zip(self.funcs, self.weights, strict=True):
+            for state, score in await self._scores(func, [state for state in sound if state["reward"] is not None]):
                 _add(state, name_of(func), score, weight)
 
-    async def _scores(
-        self, func: RewardFunc, states: list[State], objects: Mapping[str, Any]
-    ) -> list[tuple[State, float | Exception]]:
+    async def _scores(self, func: RewardFunc, states: list[State]) -> list[tuple[State, float | Exception]]:
         if not states:
             return []
+        objects = self.class_objects
         if not is_group(func):
             return list(zip(states, await asyncio.gather(*(_score(func, s, objects) for s in states)), strict=True))
         try:
@@ -251,7 +242,8 @@ def group_objects(states: list[State]) -> dict[str, Any]:
 
 
 class RubricGroup(Rubric):
-    """Several rubrics as one: rewards are added up, and metrics of one name too."""
+    """Several rubrics as one: rewards are added up, and metrics of one name too. A rubric whose class
+    overrides `score_group` or `score_rollout` is scored by that; it gets the rollouts without a fault."""
 
     def __init__(self, rubrics: Sequence[Rubric]) -> None:
         super().__init__()
@@ -259,8 +251,23 @@ class RubricGroup(Rubric):
             raise UsageError("a RubricGroup needs at least one rubric")
         self.rubrics = list(rubrics)
 
-    def weighted(self) -> list[tuple[RewardFunc, float, dict[str, Any]]]:
-        return [each for rubric in self.rubrics for each in rubric.weighted()]
+    @property
+    def has_group_rewards(self) -> bool:
+        return any(rubric.has_group_rewards for rubric in self.rubrics)
+
+    async def _score(self, states: list[State], method: str) -> None:
+        sums: list[tuple[float | None, dict[str, Any]]] = [(0.0, {}) for _ in states]
+        for rubric in self.rubrics:
+            for state in states:
+                state["reward"], state["metrics"] = 0.0, {}
+            await _score_by(rubric, [state for state in states if not is_fault(state.get("error"))], method)
+            for place, state in enumerate(states):
+                total, metrics = sums[place]
+                for name, value in (state["metrics"] or {}).items():
+                    metrics[name] = _sum(metrics.get(name, 0.0), value)
+                sums[place] = _sum(total, state["reward"]), metrics
+        for state, (reward, metrics) in zip(states, sums, strict=True):
+            state["reward"], state["metrics"] = None if is_fault(state.get("error")) else reward, metrics
 
     def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
         self.rubrics[0].add_reward_func(func, weight)
@@ -276,6 +283,17 @@ class RubricGroup(Rubric):
     async def teardown(self) -> None:
         for rubric in self.rubrics:
             await rubric.teardown()
+
+
+async def _score_by(rubric: Rubric, states: list[State], method: str) -> None:
+    if getattr(type(rubric), method) is getattr(Rubric, method):
+        await rubric._score(states, method)
+    elif states:
+        await getattr(rubric, method)(states if method == "score_group" else states[0])
+
+
+def _sum(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one + other
 
 
 JUDGE_PROMPT = """Does this response give the expected answer?

@@ -26,6 +26,7 @@ from verifiers.v1.runtimes import DockerConfig, DockerRuntimeInfo, ProgramResult
 from verifiers.v1.runtimes import Runtime as VerifiersRuntime
 
 from pier.errors import PathError, PierError
+from pier.network.gatekeeper import Transfer, relay
 from pier.network.policy import PUBLIC, NetworkPolicy
 from pier.rollout.sandboxes import SharedServices, limits_for
 from pier.sandbox.contract import Process, Sandbox, SandboxSpec
@@ -212,33 +213,14 @@ def _attributed(what: str = "") -> Any:
 
 def _forwarding(port: int) -> Any:
     """Makes a protocol for each connection inside that passes its bytes on to a port of this machine."""
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await source.read(65536):
-                target.write(data)
-                await target.drain()
-            if target.can_write_eof():
-                target.write_eof()
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            outside, onward = await asyncio.open_connection("127.0.0.1", port)
-        except OSError:
-            return writer.close()
-        try:
-            await asyncio.gather(copy(reader, onward), copy(outside, writer))
-        finally:
-            onward.close()
-            writer.close()
+        with contextlib.closing(writer), contextlib.suppress(OSError):
+            outside = await asyncio.open_connection("127.0.0.1", port)
+            with contextlib.closing(outside[1]):
+                await relay((reader, writer), outside, None, Transfer())
 
-    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.get_running_loop().create_task(connect(reader, writer))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    return lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader(), connected)
+    return lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader(), connect)
 
 
 def install() -> None:
