@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from pier import __version__
-from pier.agent.contract import PACK_PATH, Agent, AgentRun, McpServer, check_options, find_agent
+from pier.agent.contract import PACK_PATH, Agent, AgentRun, check_options, find_agent
 from pier.agent.oracle import OracleAgent
 from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import AgentError, JobError, PierError, ProviderError, StorageError, UsageError
 from pier.record import RECORDING
 from pier.redact import Redactor
 from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
-from pier.task import Task, TaskStep
+from pier.task import Task, TaskStep, resolve_env
 from pier.task.load import describe
 from pier.task.model import McpServerTable, resolve_headers
 from pier.trial.config import AgentConfig
@@ -107,21 +107,23 @@ def describe_run(
     *,
     workdir: str,
     home: str,
-    env: Mapping[str, str],
-    solution_env: Mapping[str, str],
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str],
 ) -> AgentRun:
-    """The agent's inputs for one step; the model's endpoint is added when its session is open."""
+    """The agent's inputs for one step, with templates filled from `environ`; the model's endpoint is added when its
+    session is open."""
     settings, own = spec.agent, step.agent.timeout_sec
     seconds = phase_seconds(settings.override_timeout_sec, own, settings.max_timeout_sec, spec.factor("agent"))
     is_oracle = isinstance(agent, OracleAgent)
     environment = spec.task.config.environment
+    env = resolve_env(settings.env, where="the agent's variables", environ=environ)
+    if is_oracle:
+        env |= resolve_env(spec.task.config.solution.env, where="solution.env", environ=environ)
     return AgentRun(
         instruction="\n\n".join((step.instruction, *spec.extra_instructions)),
         workdir=workdir,
         user=user_text(step.agent.user),
         home=home,
-        env={**env, **solution_env} if is_oracle else dict(env),
+        env=env,
         options=dict(settings.kwargs),
         mcp_servers=_mcp_servers(spec.task, settings, environ),
         skills_dir=environment.skills_dir,
@@ -157,19 +159,10 @@ def sampling_of(settings: AgentConfig) -> Sampling | None:
         raise UsageError(f"invalid value {shown!r} for --sampling: expected {expected}") from None
 
 
-def _mcp_servers(task: Task, settings: AgentConfig, environ: Mapping[str, str] | None) -> tuple[McpServer, ...]:
+def _mcp_servers(task: Task, settings: AgentConfig, environ: Mapping[str, str]) -> tuple[McpServerTable, ...]:
     tables = (*task.config.environment.mcp_servers, *mcp_tables(settings))
-    return tuple(
-        McpServer(
-            table.name,
-            table.transport,
-            table.url,
-            table.command,
-            table.args,
-            resolve_headers(table.headers, where=f"the MCP server {table.name}", environ=environ),
-        )
-        for table in tables
-    )
+    filled = (resolve_headers(table.headers, where=f"the MCP server {table.name}", environ=environ) for table in tables)
+    return tuple(table.model_copy(update={"headers": headers}) for table, headers in zip(tables, filled, strict=True))
 
 
 async def home_of(sandbox: Sandbox, user: str | None) -> str:

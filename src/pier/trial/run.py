@@ -20,12 +20,12 @@ from pier.agent.packed import install
 from pier.errors import AgentError, SandboxError, StorageError
 from pier.image.model import OnProgress
 from pier.network.policy import PUBLIC
+from pier.record import About
 from pier.redact import Redactor
 from pier.sandbox.contract import Mount
 from pier.secret import looks_secret, secret_values, secrets_in, secrets_in_text
 from pier.task import resolve_env
 from pier.task.model import wanted_in_headers
-from pier.trajectory import About
 from pier.trial.agent import (
     check_job_budget,
     check_recording,
@@ -285,12 +285,8 @@ class TrialRun:
         spec, sandbox, record = self.spec, environment.sandbox, self.record
         policy, step, workdir = environment.plan.steps[index].agent, spec.task.steps[index], environment.workdir
         with self.clock.phase("setup") as outcome.agent_setup:
-            env = resolve_env(spec.agent.env, where="the agent's variables", environ=self.environ)
-            solution = resolve_env(spec.task.config.solution.env, where="solution.env", environ=self.environ)
             home = "" if isinstance(agent, OracleAgent) else await home_of(sandbox, user_text(step.agent.user))
-            run = describe_run(
-                spec, step, agent, workdir=workdir, home=home, env=env, solution_env=solution, environ=self.environ
-            )
+            run = describe_run(spec, step, agent, workdir=workdir, home=home, environ=self.environ)
             await environment.switch_network(policy)
         about = About(agent.name, self.result.agent_info.version, spec.agent.model_name, spec.name)
 

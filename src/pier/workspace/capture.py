@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING
 from pier import __version__
 from pier.agent.contract import AGENT_LOGS
 from pier.errors import PierError, StorageError, UsageError
-from pier.record import RECORDING
+from pier.record import RECORDING, TRAJECTORY, About
 from pier.redact import Redactor
 from pier.secret import secret_values
-from pier.trajectory import TRAJECTORY, About
 from pier.trajectory.derive import write_trajectory
 from pier.trajectory.model import read
 from pier.trajectory.native.convert import convert, find_sessions
