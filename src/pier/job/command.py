@@ -40,18 +40,15 @@ def run_and_report(
         return _run(job, env, show, hook)
 
 
-def run_without_report(
-    config: JobConfig, env: Mapping[str, str], show: Show, *, again: Wanted | None = None
-) -> tuple[Path, int]:
-    """The same for callers that report in their own way: the job's directory, and the exit code. Finished trials that
-    `again` takes are run once more."""
+def run_without_report(config: JobConfig, env: Mapping[str, str], show: Show, *, again: Wanted | None = None) -> int:
+    """The same for callers that report in their own way. Finished trials that `again` takes are run once more."""
     with open_for(config, env, check=lambda: _check(config, env)) as job:
         if again is not None:
             void(job, again)
         interrupted = _run_owed(job, env, _progress(job, show), None)
         if show == "full" and (interrupted or job.stopped):
             click.echo(f"{job.stopped or 'interrupted'}; run the same command to continue", err=True)
-        return job.directory, exit_code(job.ledger, graded=not config.verifier.disable, interrupted=interrupted)
+        return exit_code(job.ledger, graded=not config.verifier.disable, interrupted=interrupted)
 
 
 def _print_warnings(warnings: list[str]) -> None:

@@ -388,8 +388,8 @@ def _seal(target: Path, found: CapturedSession, workspace: Workspace | None, roo
     )
     judge_as_harbor(result)
     record = TrialRecord(target, redactor)
-    record.write_config(config)
-    record.write_result(result)
+    record.write("config.json", config)
+    record.write("result.json", result)
 
 
 def _task(workspace: Workspace | None, root: Path) -> tuple[str, str, dict[str, str]]:
