@@ -12,7 +12,8 @@ import pytest
 
 from pier.gateway import Gateway, Provider
 from pier.gateway.script import Script
-from pier.trajectory import About, rules
+from pier.record import About
+from pier.trajectory import rules
 from pier.trajectory.derive import Derivation, write_trajectory
 from pier.trajectory.model import Step, read
 from pier.wire.dialects import DIALECTS

@@ -11,8 +11,7 @@ import pytest
 
 from pier.gateway import Gateway
 from pier.gateway.providers import at_address
-from pier.record import reader
-from pier.trajectory import About
+from pier.record import About, reader
 from pier.trajectory.derive import write_trajectory
 from pier.trajectory.model import read
 from pier.wire.checks import close_book

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from pier.gateway import Gateway
-from pier.record import reader
-from pier.trajectory import About
+from pier.record import About, reader
 from pier.trajectory.derive import write_trajectory
 from tests.gateway_fakes import PATHS, STREAM_PATHS, fake_provider, post, replies, request_body
 

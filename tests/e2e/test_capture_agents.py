@@ -16,7 +16,7 @@ import pytest
 
 from pier.gateway import Gateway
 from pier.gateway.script import Script
-from pier.trajectory import About
+from pier.record import About
 from pier.trajectory.derive import write_trajectory
 from pier.trajectory.model import Trajectory, read
 from pier.trajectory.rules import validate_file

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pier.gateway import Gateway
 from pier.gateway.script import Script
-from pier.trajectory import About
+from pier.record import About
 from pier.trajectory.derive import Derivation, write_trajectory
 from pier.trajectory.rules import validate_file
 

@@ -13,8 +13,7 @@ import pytest
 from aiohttp import web
 
 from pier.gateway import Gateway
-from pier.record import reader
-from pier.trajectory import About
+from pier.record import About, reader
 from pier.trajectory.derive import write_trajectory
 from pier.wire.dialects import DIALECTS, BadRequest, BadResponse, recognise
 from pier.wire.turn import (

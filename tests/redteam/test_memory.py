@@ -127,7 +127,7 @@ from pier.errors import AgentError
 from pier.gateway import Gateway
 from pier.redact import Redactor
 from pier.trial import bounded
-from pier.trajectory import About
+from pier.record import About
 from pier.trial.agent import find_fault
 from pier.trial.trajectory import add_trajectory
 from pier.trial.record import TrialRecord

@@ -17,7 +17,7 @@ from pier.lease import Lease
 from pier.network.policy import NONE, NetworkPolicy
 from pier.redact import Redactor
 from pier.sandbox import open_backend
-from pier.sandbox.contract import Capabilities
+from pier.sandbox.contract import Capabilities, Limits
 from pier.secret import env_on_disk, secret_values
 from pier.task.model import Environment
 from pier.trial.agent import make_agent, phase_seconds
@@ -202,6 +202,12 @@ async def test_what_a_backend_cannot_run_is_refused(tmp_path: Path) -> None:
                     await check_support(task, backend, SandboxChoice())
             asking = write_task(tmp_path / "gpu", toml=TOML + "gpus = 1\n")
             await check_support(asking, backend, SandboxChoice(settings=EnvironmentConfig(override_gpus=0)))
+
+
+def test_the_limits_of_the_settings_are_those_of_the_sandbox() -> None:
+    settings = EnvironmentConfig(override_cpus=0.5, override_memory_mb=1, override_storage_mb=2, override_processes=3)
+    assert SandboxChoice(settings).limits == Limits(cpus=0.5, memory=1 << 20, disk=2 << 20, processes=3)
+    assert SandboxChoice(EnvironmentConfig(override_storage_mb=0)).limits == Limits(disk=0)
 
 
 def test_options_are_refused_by_name() -> None:

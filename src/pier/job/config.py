@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from pier.errors import Blame
 from pier.files import is_plain_name
+from pier.task.load import model_in
 from pier.trial.config import (
     Above0,
     AgentConfig,
@@ -236,7 +237,7 @@ def settings(
     """All settings in the model's order."""
     for name, field in model.model_fields.items():
         key = f"{place}{name}"
-        if (inner := model_in(field.annotation)) is not None:
+        if (inner := model_in(field.annotation)) is not None and issubclass(inner, SettingsTable):
             own = next((each for each in field.metadata if isinstance(each, FlagPrefix)), None)
             yield from settings(inner, f"{key}.", own)
             continue
@@ -247,13 +248,6 @@ def settings(
                 names = tuple(each.replace("--", prefix.prefix, 1) for each in names)
             group = prefix.group if prefix else (flag and flag.group) or model.group
             yield Setting(key, field, flag, names, group)
-
-
-def model_in(annotation: Any) -> type[SettingsTable] | None:
-    """The table that a field holds one or several of; None for plain values."""
-    if get_origin(annotation) in (list, Union, UnionType):
-        return next((found for each in get_args(annotation) if (found := model_in(each))), None)
-    return annotation if isinstance(annotation, type) and issubclass(annotation, SettingsTable) else None
 
 
 _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a table", list: "a list"}

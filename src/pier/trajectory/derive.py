@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from pier.figures import add_known
+from pier.record import About
 from pier.record.reader import Reader, find
-from pier.trajectory import About
 from pier.trajectory import model as atif
 from pier.trajectory.calls import Node, read_calls
 from pier.trajectory.lineage import Lineage, Thread

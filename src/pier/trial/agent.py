@@ -6,8 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,20 +15,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from pier import __version__
-from pier.agent.contract import PACK_PATH, Agent, AgentRun, McpServer, check_options, find_agent
+from pier.agent.contract import PACK_PATH, Agent, AgentRun, check_options, find_agent
 from pier.agent.oracle import OracleAgent
-from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import AgentError, JobError, PierError, ProviderError, StorageError, UsageError
-from pier.record import RECORDING
-from pier.redact import Redactor
 from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
-from pier.task import Task, TaskStep
+from pier.task import Task, TaskStep, resolve_env
 from pier.task.load import describe
 from pier.task.model import McpServerTable, resolve_headers
 from pier.trial.bounded import read_back
 from pier.trial.config import AgentConfig
 from pier.trial.result import AgentResult
-from pier.trial.spec import Accept, TrialServices, TrialSpec, user_text
+from pier.trial.spec import Accept, TrialSpec, user_text
 
 if TYPE_CHECKING:
     from pier.gateway.session import Session
@@ -107,21 +103,23 @@ def describe_run(
     *,
     workdir: str,
     home: str,
-    env: Mapping[str, str],
-    solution_env: Mapping[str, str],
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str],
 ) -> AgentRun:
-    """The agent's inputs for one step; the model's endpoint is added when its session is open."""
+    """The agent's inputs for one step, with templates filled from `environ`; the model's endpoint is added when its
+    session is open."""
     settings, own = spec.agent, step.agent.timeout_sec
     seconds = phase_seconds(settings.override_timeout_sec, own, settings.max_timeout_sec, spec.factor("agent"))
     is_oracle = isinstance(agent, OracleAgent)
     environment = spec.task.config.environment
+    env = resolve_env(settings.env, where="the agent's variables", environ=environ)
+    if is_oracle:
+        env |= resolve_env(spec.task.config.solution.env, where="solution.env", environ=environ)
     return AgentRun(
         instruction="\n\n".join((step.instruction, *spec.extra_instructions)),
         workdir=workdir,
         user=user_text(step.agent.user),
         home=home,
-        env={**env, **solution_env} if is_oracle else dict(env),
+        env=env,
         options=dict(settings.kwargs),
         mcp_servers=_mcp_servers(spec.task, settings, environ),
         skills_dir=environment.skills_dir,
@@ -157,19 +155,10 @@ def sampling_of(settings: AgentConfig) -> Sampling | None:
         raise UsageError(f"invalid value {shown!r} for --sampling: expected {expected}") from None
 
 
-def _mcp_servers(task: Task, settings: AgentConfig, environ: Mapping[str, str] | None) -> tuple[McpServer, ...]:
+def _mcp_servers(task: Task, settings: AgentConfig, environ: Mapping[str, str]) -> tuple[McpServerTable, ...]:
     tables = (*task.config.environment.mcp_servers, *mcp_tables(settings))
-    return tuple(
-        McpServer(
-            table.name,
-            table.transport,
-            table.url,
-            table.command,
-            table.args,
-            resolve_headers(table.headers, where=f"the MCP server {table.name}", environ=environ),
-        )
-        for table in tables
-    )
+    filled = (resolve_headers(table.headers, where=f"the MCP server {table.name}", environ=environ) for table in tables)
+    return tuple(table.model_copy(update={"headers": headers}) for table, headers in zip(tables, filled, strict=True))
 
 
 async def home_of(sandbox: Sandbox, user: str | None) -> str:
@@ -185,75 +174,6 @@ async def home_of(sandbox: Sandbox, user: str | None) -> str:
         if len(fields) > 5 and name in (fields[0], fields[2]) and fields[5].startswith("/"):
             return fields[5]
     return "/root" if name in ("root", "0") else "/"
-
-
-@asynccontextmanager
-async def model_session(
-    spec: TrialSpec,
-    services: TrialServices,
-    agent: Agent,
-    sandbox: Sandbox,
-    logs: Path,
-    *,
-    closed_book: bool = False,
-    redactor: Redactor | None = None,
-    step: str | None = None,
-) -> AsyncIterator[Session | None]:
-    """A session at the gateway, served inside the sandbox while the agent runs; None if no model is asked for, or the
-    agent calls its provider itself.
-
-    With `closed_book` the model has no internet either. `redactor` removes secrets from the recording.
-    """
-    if spec.agent.model_name is None or spec.agent.direct:
-        yield None
-        return
-    if services.gateway is None:
-        if agent.dialect is not None:
-            raise UsageError(f"the agent {agent.name!r} needs a model, and this run has no gateway")
-        yield None
-        return
-    from pier.gateway.budget import Budget
-
-    labels = {"trial": spec.name, "task": spec.task.name}
-    budget = Budget(**spec.agent.budget.model_dump())
-    model, upstream = spec.agent.model_name, spec.policy
-    if spec.agent.connection:
-        target = services.gateway.directory.connected(model, services.environ, **spec.agent.connection)
-        model, upstream = target.model, target.provider
-    session = services.gateway.session(
-        model,
-        upstream=upstream,
-        budget=budget,
-        pool=services.pool,
-        recording=logs / RECORDING if spec.recorded else None,
-        closed_book=closed_book,
-        labels=labels,
-        redactor=redactor,
-        sampling=sampling_of(spec.agent),
-        on_generation=_watcher(spec, step),
-    )
-    try:
-        listener = await sandbox.listen(GATEWAY_PORT, services.gateway.protocol_factory(session))
-        try:
-            yield session
-        finally:
-            await asyncio.shield(listener.close())
-    finally:
-        await asyncio.shield(session.close())
-
-
-def _watcher(spec: TrialSpec, step: str | None) -> Callable[[Generation], None] | None:
-    """What is called with each generation; without a recording the session must keep them, to judge the agent by."""
-    if (watch := spec.on_generation) is not None:
-        return lambda generation: watch(step, generation)
-    return None if spec.recorded else lambda generation: None
-
-
-async def outside_endpoint(session: Session | None, services: TrialServices, agent: Agent) -> Endpoint | None:
-    """The session as an agent reaches it that calls its model from outside the sandbox."""
-    if session is None or services.gateway is None or not agent.outside:
-        return None
-    return replace(session.endpoint(), url=await services.gateway.serve(session=session))
 
 
 async def run_agent(agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: OnOutput) -> AgentError | None:

@@ -89,21 +89,12 @@ class TrialRecord:
         self.warnings.append(self.redactor.text(text))
         self.log(f"warning: {text}")
 
-    def write_config(self, config: dict[str, Any]) -> None:
-        self._write("config.json", config, durable=False)
-
-    def write_lock(self, lock: dict[str, Any]) -> None:
-        self._write("lock.json", lock, durable=False)
-
     def write_exception(self, text: str) -> None:
         if self.kept:
             files.write(self.directory / "exception.txt", self.redactor.text(text), durable=False)
 
-    def write_result(self, result: TrialResult, *, durable: bool = True) -> None:
-        """Seal the trial: `result.json` is the last file, and on disk before this returns if it is `durable`."""
-        self._write("result.json", result, durable=durable)
-
-    def _write(self, name: str, value: dict[str, Any] | TrialResult, *, durable: bool) -> None:
+    def write(self, name: str, value: dict[str, Any] | TrialResult) -> None:
+        """Write a JSON file. `result.json` seals the trial: it is the last one, and on disk before this returns."""
         if not self.kept:
             return
         try:
@@ -113,7 +104,7 @@ class TrialRecord:
         if not content:
             plain = value if isinstance(value, dict) else value.model_dump(mode="json")
             content = to_json(self.redactor.value(plain), indent=2)
-        files.write(self.directory / name, content + b"\n", durable=durable)
+        files.write(self.directory / name, content + b"\n", durable=isinstance(value, TrialResult))
 
     def note_network(self, decision: Decision) -> None:
         """Add a decision of the network policy to `network.jsonl`, and count what was refused."""

@@ -8,24 +8,28 @@ infrastructure fault leaves a trial without a reward, never with a zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pier import __version__
 from pier.agent.contract import AGENT_LOGS, Agent
 from pier.agent.oracle import OracleAgent
 from pier.agent.packed import install
-from pier.errors import AgentError, SandboxError, StorageError
+from pier.endpoint import GATEWAY_PORT, Endpoint
+from pier.errors import AgentError, SandboxError, StorageError, UsageError
 from pier.image.model import OnProgress
-from pier.network.policy import PUBLIC
+from pier.network.policy import PUBLIC, NetworkPolicy
+from pier.record import RECORDING, About
 from pier.redact import Redactor
-from pier.sandbox.contract import Mount
+from pier.sandbox.contract import Mount, Sandbox
 from pier.secret import looks_secret, secret_values, secrets_in, secrets_in_text
-from pier.task import resolve_env
+from pier.task import TaskStep, resolve_env
 from pier.task.model import wanted_in_headers
-from pier.trajectory import About
 from pier.trial.agent import (
     check_job_budget,
     check_recording,
@@ -34,11 +38,10 @@ from pier.trial.agent import (
     home_of,
     make_agent,
     mcp_tables,
-    model_session,
-    outside_endpoint,
     prepare_agent,
     run_agent,
     run_until_accepted,
+    sampling_of,
     usage_of,
 )
 from pier.trial.collect import STATE, collect, keep_state, seal_artifacts, take_logs
@@ -65,6 +68,10 @@ from pier.trial.result import (
 from pier.trial.spec import OnPhase, TrialServices, TrialSpec, user_text
 from pier.trial.trajectory import add_native_trajectory, add_trajectory, live_trajectory
 from pier.trial.verify import grade
+
+if TYPE_CHECKING:
+    from pier.gateway.session import Session
+    from pier.trajectory.calls import Generation
 
 _SETUP_SECONDS = 1800.0
 """How long an agent's pack may take to be built, unless the run says otherwise. It is built once, not once a trial."""
@@ -94,6 +101,10 @@ def trial_secrets(spec: TrialSpec, environ: Mapping[str, str]) -> Iterable[str]:
         wanted = {name: f"${{{name}}}" for name in wanted_in_headers(server.headers)}
         yield from secret_values(wanted, environ, given=True)
     yield from secrets_in_text(spec.task.origin.git_url or "")
+
+
+def _ignore(generation: Generation) -> None:
+    """Look at no call."""
 
 
 class TrialRun:
@@ -130,8 +141,8 @@ class TrialRun:
         self.record.open()
         try:
             if self.record.kept:
-                self.record.write_config(self.config)
-                self.record.write_lock(trial_lock(self.spec, self.config))
+                self.record.write("config.json", self.config)
+                self.record.write("lock.json", trial_lock(self.spec, self.config))
             with captured() as failure:
                 await self.work()
             if failure.error is not None:
@@ -285,12 +296,8 @@ class TrialRun:
         spec, sandbox, record = self.spec, environment.sandbox, self.record
         policy, step, workdir = environment.plan.steps[index].agent, spec.task.steps[index], environment.workdir
         with self.clock.phase("setup") as outcome.agent_setup:
-            env = resolve_env(spec.agent.env, where="the agent's variables", environ=self.environ)
-            solution = resolve_env(spec.task.config.solution.env, where="solution.env", environ=self.environ)
             home = "" if isinstance(agent, OracleAgent) else await home_of(sandbox, user_text(step.agent.user))
-            run = describe_run(
-                spec, step, agent, workdir=workdir, home=home, env=env, solution_env=solution, environ=self.environ
-            )
+            run = describe_run(spec, step, agent, workdir=workdir, home=home, environ=self.environ)
             await environment.switch_network(policy)
         about = About(agent.name, self.result.agent_info.version, spec.agent.model_name, spec.name)
 
@@ -304,24 +311,15 @@ class TrialRun:
         async with finally_do(keep_logs):
             with self.clock.phase("agent") as outcome.agent_execution:
                 async with (
-                    model_session(
-                        spec,
-                        self.services,
-                        agent,
-                        sandbox,
-                        logs,
-                        closed_book=policy.mode != "public",
-                        redactor=self.redactor,
-                        step=step.name or None,
-                    ) as session,
+                    self._model_session(agent, sandbox, logs, policy, step) as session,
                     live_trajectory(logs, about, recorded=session is not None and spec.recorded),
                 ):
                     if session is not None and session.served_by:
                         record.log(f"model {spec.agent.model_name}: {session.served_by}")
                     with record.output(logs / f"{agent.name}.txt") as output:
-                        outside = await outside_endpoint(session, self.services, agent)
-                        endpoint = session.endpoint() if session is not None else None
-                        run = replace(run, endpoint=endpoint, outside=outside, warn=record.warn)
+                        run = replace(run, warn=record.warn)
+                        if session is not None:
+                            run = replace(run, endpoint=session.endpoint(), outside=await self._outside(session, agent))
                         if spec.accept is None:
                             ended = await run_agent(agent, sandbox, run, output)
                         else:
@@ -338,6 +336,57 @@ class TrialRun:
         if failed is not None:
             record.log(f"agent: {failed}")
             outcome.exception_info = exception_info(failed, "agent", self.redactor)
+
+    @asynccontextmanager
+    async def _model_session(
+        self, agent: Agent, sandbox: Sandbox, logs: Path, policy: NetworkPolicy, step: TaskStep
+    ) -> AsyncIterator[Session | None]:
+        """A session at the gateway, served inside the sandbox while the agent runs; None if no model is asked for, or
+        the agent calls its provider itself. Without a public network the model has no internet either."""
+        spec, gateway, settings = self.spec, self.services.gateway, self.spec.agent
+        wanted = settings.model_name is not None and not settings.direct
+        if wanted and gateway is None and agent.dialect is not None:
+            raise UsageError(f"the agent {agent.name!r} needs a model, and this run has no gateway")
+        if not wanted or gateway is None:
+            yield None
+            return
+        from pier.gateway.budget import Budget
+
+        model, upstream = settings.model_name, spec.policy
+        if settings.connection:
+            target = gateway.directory.connected(model or "", self.environ, **settings.connection)
+            model, upstream = target.model, target.provider
+        watch = None
+        if spec.on_generation is not None:
+            watch = partial(spec.on_generation, step.name or None)
+        elif not spec.recorded:  # without a recording the session must keep its calls, to judge the agent by
+            watch = _ignore
+        session = gateway.session(
+            model,
+            upstream=upstream,
+            budget=Budget(**settings.budget.model_dump()),
+            pool=self.services.pool,
+            recording=logs / RECORDING if spec.recorded else None,
+            closed_book=policy.mode != "public",
+            labels={"trial": spec.name, "task": spec.task.name},
+            redactor=self.redactor,
+            sampling=sampling_of(settings),
+            on_generation=watch,
+        )
+        try:
+            listener = await sandbox.listen(GATEWAY_PORT, gateway.protocol_factory(session))
+            try:
+                yield session
+            finally:
+                await asyncio.shield(listener.close())
+        finally:
+            await asyncio.shield(session.close())
+
+    async def _outside(self, session: Session, agent: Agent) -> Endpoint | None:
+        """The session as an agent reaches it that calls its model from outside the sandbox."""
+        if not agent.outside or self.services.gateway is None:
+            return None
+        return replace(session.endpoint(), url=await self.services.gateway.serve(session=session))
 
     def _seal(self) -> None:
         """Put the result together and write it; this is what makes the trial finished."""
@@ -386,4 +435,4 @@ class TrialRun:
             network_refused=dict(self.record.refused.most_common(100)),
         )
         self.record.log(f"rewards {result.rewards}")
-        self.record.write_result(result)
+        self.record.write("result.json", result)

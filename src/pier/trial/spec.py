@@ -72,7 +72,7 @@ class SandboxChoice:
             None if megabytes is None else megabytes << 20
             for megabytes in (asked.override_memory_mb, asked.override_storage_mb)
         )
-        return Limits(asked.override_cpus, memory, disk, asked.override_processes)
+        return Limits(cpus=asked.override_cpus, memory=memory, disk=disk, processes=asked.override_processes)
 
 
 @dataclass(frozen=True, slots=True)

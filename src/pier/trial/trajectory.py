@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pier.record import RECORDING
-from pier.trajectory import TRAJECTORY, About
+from pier.record import RECORDING, TRAJECTORY, About
 from pier.tree import Tree
 from pier.trial.bounded import read_back, run_bounded
 from pier.trial.record import TrialRecord

@@ -20,8 +20,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from pier.job.view import TrialView
+from pier.record import About
 from pier.record.reader import RecordingTooLarge
-from pier.trajectory import About
 from pier.trajectory.derive import Derivation, write_trajectory
 from pier.trajectory.model import Content, Step, text_of
 from pier.trajectory.paged import PagedTrajectory, TrajectoryMap, scan

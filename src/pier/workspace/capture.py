@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING
 from pier import __version__
 from pier.agent.contract import AGENT_LOGS
 from pier.errors import PierError, StorageError, UsageError
-from pier.record import RECORDING
+from pier.record import RECORDING, TRAJECTORY, About
 from pier.record.reader import RecordingTooLarge
 from pier.redact import Redactor
 from pier.secret import secret_values
-from pier.trajectory import TRAJECTORY, About
 from pier.trajectory.derive import write_trajectory
 from pier.trajectory.model import read
 from pier.trajectory.native.convert import convert, find_sessions
@@ -394,8 +393,8 @@ def _seal(target: Path, found: CapturedSession, workspace: Workspace | None, roo
     )
     judge_as_harbor(result)
     record = TrialRecord(target, redactor)
-    record.write_config(config)
-    record.write_result(result)
+    record.write("config.json", config)
+    record.write("result.json", result)
 
 
 def _task(workspace: Workspace | None, root: Path) -> tuple[str, str, dict[str, str]]:

@@ -165,8 +165,6 @@ class LiveWorkspace:
             installed.agent,
             workdir=self.environment.workdir,
             home=AGENT_LOGS if installed.name in HOMES_IN_LOGS else self.identity.home,
-            env={},
-            solution_env={},
             environ=self.environment.starter.environ,
         )
         return replace(run, endpoint=endpoint, seconds=None, warn=self.environment.record.warn)
@@ -273,13 +271,6 @@ async def prepare(
     return replace(starter, task=task), replace(plan, table=task.config.environment), workdir
 
 
-def parse_mount(text: str) -> Mount:
-    """A mount as `SOURCE:TARGET[:ro|rw]` with absolute paths."""
-    source, _, rest = text.partition(":")
-    target, _, mode = rest.partition(":")
-    return Mount(target, Path(source), read_only=mode == "ro")
-
-
 async def _recover(workspace: Workspace, starter: SandboxStarter, plan: SandboxPlan, say: Say) -> None:
     """Save what a sandbox held whose supervisor was killed, or did not manage to save it."""
     mark, config, backend = workspace.state / RUNNING, workspace.config, starter.services.backend
@@ -379,7 +370,7 @@ async def _opened(
     if config.image_digest != image.digest and state.is_kept(kept):
         kept.rename(new_directory(workspace.pier / "older-state") / STATE)
         say("the image has changed: what was kept outside of the workspace is in .pier/older-state")
-    own = [*_own_mounts(workspace, workdir), *mounts, *map(parse_mount, config.mounts)]
+    own = [*_own_mounts(workspace, workdir), *mounts, *(Mount.parse(text, "mounts") for text in config.mounts)]
     say("starting the sandbox")
     try:
         async with starter.open(_for_live(plan, config, fresh), network.baseline, mounts=own) as (sandbox, _):

@@ -16,14 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pier.errors import SandboxError, UsageError, WorkspaceError
-from pier.image.model import Image, OnProgress
 from pier.redact import Redactor
 from pier.sandbox.contract import Change
 from pier.secret import secret_values
 from pier.task import Task
 from pier.trial.config import AgentConfig, EnvironmentConfig
 from pier.trial.environment import TaskSandbox, open_environment, task_secrets
-from pier.trial.images import ImageRequest, TrialImages
 from pier.trial.plan import agent_plan
 from pier.trial.record import Clock, OutputFile, TrialRecord
 from pier.trial.result import StepResult, VerifierResult, captured
@@ -227,8 +225,8 @@ class _Verification(TrialRun):
         if config.workdir and (image is None or image.config.workdir != config.workdir):
             task = in_directory(task, config.workdir)
         if image is not None:
-            request = agent_plan(task, choice, services.environ).image
-            services = replace(services, images=_SameImage(services.images, request, image))
+            # A Dockerfile that was edited counts from the next start on.
+            services.images.known[agent_plan(task, choice, services.environ).image] = image
         name = f"verify-{config.id}"
         opened = open_environment(
             task, services, self.record, name=name, choice=choice, clock=self.clock, on_progress=self.on_progress
@@ -297,16 +295,3 @@ def _same(changes: Sequence[Change], before: Sequence[Change] | None) -> bool:
     return before is not None and {(c.path, c.kind, c.mark) for c in changes} == {
         (c.path, c.kind, c.mark) for c in before
     }
-
-
-class _SameImage(TrialImages):
-    """The images of the services, with the workspace's own in place of the task's: a Dockerfile that was edited counts
-    from the next start on."""
-
-    def __init__(self, images: TrialImages, request: ImageRequest, image: Image) -> None:
-        self._images = images
-        self._request = request
-        self._image = image
-
-    async def get(self, request: ImageRequest, on_progress: OnProgress | None = None) -> Image:
-        return self._image if request == self._request else await self._images.get(request, on_progress)
