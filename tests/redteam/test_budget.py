@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -31,6 +32,17 @@ async def slow_usage(request: web.BaseRequest, _: bytes) -> web.StreamResponse:
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await answer.prepare(request)
     await answer.write(chunk({"role": "assistant", "content": "word " * 1000}))
+    await asyncio.sleep(600)
+    return answer
+
+
+async def gemini_stream(request: web.BaseRequest, _: bytes, *, as_events: bool) -> web.StreamResponse:
+    """A stream of Gemini without its usage, as events or, as some servers do whatever they are asked for, an array."""
+    parts = {"candidates": [{"content": {"role": "model", "parts": [{"text": "word " * 1000}]}, "index": 0}]}
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream" if as_events else "application/json"})
+    await answer.prepare(request)
+    lead, end = (b"data: ", b"\n\n") if as_events else (b"[", b",\n")
+    await answer.write(lead + json.dumps(parts).encode() + end)
     await asyncio.sleep(600)
     return answer
 
@@ -76,4 +88,28 @@ async def test_calls_that_are_given_up_count(budget: Budget, behaviour: Any, cal
         async with http.post(url + PATHS["chat"], json=body, headers=headers) as answer:
             assert answer.status == 400 and "tokens of this session are used" in await answer.text()
         assert (session.meter.input_tokens, session.meter.output_tokens) == (0, 0), "no guess is reported"
+        await session.close()
+
+
+@pytest.mark.parametrize("as_events", [True, False], ids=["as_events", "as_array"])
+@pytest.mark.parametrize("form", ["?alt=sse", ""], ids=["events", "array"])
+async def test_a_stream_of_gemini_that_is_given_up_counts(form: str, as_events: bool) -> None:
+    async with (
+        fake_provider(partial(gemini_stream, as_events=as_events)) as fake,
+        Gateway() as gateway,
+        aiohttp.ClientSession() as http,
+    ):
+        session = gateway.session("m", upstream=fake.provider("gemini"), budget=Budget(output_tokens=1000))
+        url, headers = await gateway.serve(session=session), {"x-goog-api-key": session.key}
+        body = request_body("gemini", "ask", stream=True)
+        url = f"{url}/v1beta/models/m:streamGenerateContent{form}"
+        asked = asyncio.ensure_future(http.post(url, json=body, headers=headers))
+        await asyncio.sleep(0.3)
+        asked.cancel()
+        if asked.done() and not asked.cancelled():
+            asked.result().close()
+        while not session.counts.ends.get("cancelled"):
+            await asyncio.sleep(0.01)
+        async with http.post(url, json=body, headers=headers) as answer:
+            assert answer.status == 400 and "tokens of this session are used" in await answer.text()
         await session.close()

@@ -463,6 +463,14 @@ def dump(value: Any) -> bytes:
         return json.dumps(value, separators=(",", ":")).encode()
 
 
+def load(raw: str | bytes) -> Any:
+    """Read JSON that a provider or model wrote; `ValueError` also if it is nested too deeply."""
+    try:
+        return json.loads(raw)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def fresh_id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
 
@@ -472,7 +480,7 @@ def parse_arguments(raw: str) -> dict[str, Any]:
     if not raw.strip():
         return {}
     try:
-        value = json.loads(raw)
+        value = load(raw)
     except ValueError:
         return {"input": raw}
     return value if isinstance(value, dict) else {"input": value}
@@ -486,7 +494,7 @@ def wrap_custom(text: str) -> str:
 def unwrap_custom(raw: str) -> str:
     """The reverse of `wrap_custom`; arguments of another shape are returned as they are."""
     try:
-        value = json.loads(raw)
+        value = load(raw)
     except ValueError:
         return raw
     if isinstance(value, dict) and isinstance(value.get("input"), str):

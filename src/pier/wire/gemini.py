@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -99,7 +98,7 @@ _CONFIG = (
     *_SAMPLING.values(),
     *("thinkingConfig", "responseMimeType", "candidateCount", "responseSchema", "responseJsonSchema"),
 )
-_JSON = json.JSONDecoder()
+_OUTSIDE, _IN_STRING = re.compile(rb'["{}]'), re.compile(rb'"|\\.?', re.DOTALL)
 _KEPT_TOOLS = ("functionDeclarations", "function_declarations", "computerUse", "computer_use")
 _THINKS = re.compile(r"gemini-(2\.5|[3-9])")
 _WANTS_SIGNATURES = re.compile(r"gemini-[3-9]")
@@ -383,23 +382,36 @@ class GeminiParser(EventParser):
 
 
 class ArrayReader:
-    """Splits a JSON array of objects, which arrives in pieces, into the texts of its items."""
+    """Splits a JSON array of objects, which arrives in pieces, into the texts of its items. Each byte is read once."""
 
     def __init__(self) -> None:
-        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
-        self._text = ""
+        self._held = bytearray()
+        self._read = 0
+        """How much of what is held was looked at."""
+        self._begin, self._depth, self._quoted = 0, 0, False
 
     def feed(self, data: bytes) -> list[str]:
         items: list[str] = []
-        self._text += self._decoder.decode(data)
-        while text := self._text.lstrip("[], \t\r\n"):
-            self._text = text
-            try:
-                _, end = _JSON.raw_decode(text)
-            except (ValueError, RecursionError):
-                break
-            items.append(text[:end])
-            self._text = text[end:]
+        self._held += data
+        while found := (_IN_STRING if self._quoted else _OUTSIDE).search(self._held, self._read):
+            mark = found[0]
+            if mark == b"\\":
+                break  # what it escapes comes with the next piece
+            self._read = found.end()
+            if mark == b'"':
+                self._quoted = not self._quoted
+            elif mark == b"{":
+                self._begin = self._begin if self._depth else found.start()
+                self._depth += 1
+            elif mark == b"}" and self._depth:
+                self._depth -= 1
+                if self._depth == 0:
+                    items.append(self._held[self._begin : self._read].decode(errors="replace"))
+        else:
+            self._read = len(self._held)
+        done = self._begin if self._depth else self._read
+        del self._held[:done]
+        self._begin, self._read = 0, self._read - done
         return items
 
 
