@@ -269,7 +269,7 @@ async def test_a_flood_that_meets_a_rate_limit_is_the_agents(tmp_path: Path) -> 
         assert await agent.judge() is None
 
 
-TOOLS = {"tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]}
+TOOLS: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]}
 
 
 @pytest.mark.parametrize(
