@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,8 @@ from aiohttp import web
 
 from pier.gateway import Gateway
 from pier.gateway.budget import Budget
+from pier.wire.dialects import DIALECTS, Route
+from pier.wire.translate import translate
 from tests.gateway_fakes import PATHS, fake_provider, request_body
 from tests.redteam import route
 
@@ -113,3 +117,43 @@ async def test_a_stream_of_gemini_that_is_given_up_counts(form: str, as_events: 
         async with http.post(url, json=body, headers=headers) as answer:
             assert answer.status == 400 and "tokens of this session are used" in await answer.text()
         await session.close()
+
+
+def _function(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {}}}
+
+
+def _of_gemini(number: int) -> dict[str, Any]:
+    calls = [{"functionCall": {"name": "f", "id": str(index)}} for index in range(number)]
+    answers = [{"functionResponse": {"name": name, "id": "none"}} for name in ("f", "g") for _ in range(number)]
+    return {"contents": [{"role": "model", "parts": calls}, {"role": "user", "parts": answers}]}
+
+
+BODIES: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
+    "tools of one name": ("chat", lambda n: {"model": "m", "messages": [], "tools": [_function("f")] * n}),
+    "results in a row": (
+        "chat",
+        lambda n: {"model": "m", "messages": [{"role": "tool", "tool_call_id": "c", "content": "x"}] * n},
+    ),
+    "items in a row": ("responses", lambda n: {"model": "m", "input": [{"type": "reasoning", "summary": []}] * n}),
+    "answers to other calls": ("gemini", _of_gemini),
+}
+
+
+@route(
+    "host",
+    "an agent sends very many tools of one name, results in a row or answers to unknown calls",
+    "reading and translating them takes linear time",
+)
+@pytest.mark.parametrize("name", BODIES)
+def test_a_request_is_translated_in_linear_time(name: str) -> None:
+    dialect, make = BODIES[name]
+
+    def seconds(number: int) -> float:
+        body, began = make(number), time.process_time()
+        request = DIALECTS[dialect].parse_request(body, Route(dialect, "generate", "m"))
+        for target in DIALECTS:
+            assert translate(request, target, "m").body
+        return time.process_time() - began
+
+    assert seconds(20_000) < 15 * seconds(4_000) + 0.5

@@ -595,7 +595,7 @@ def gather_messages(
 ) -> tuple[tuple[str, ...], tuple[Message, ...]]:
     """The leading system texts, and the messages."""
     system: list[str] = []
-    messages: list[Message] = []
+    messages: list[tuple[Role, list[Part]]] = []
     joins: str | None = None
     for position, value in enumerate(need_list(raw, where)):
         try:
@@ -606,11 +606,11 @@ def gather_messages(
             system.extend(part.text for part in parts if isinstance(part, Text))
             continue
         if kind is not None and joins == kind:
-            messages[-1] = Message(role, (*messages[-1].parts, *parts))
+            messages[-1][1].extend(parts)
         else:
-            messages.append(Message(role, tuple(parts)))
+            messages.append((role, parts))
         joins = kind
-    return tuple(system), tuple(messages)
+    return tuple(system), tuple(Message(role, tuple(parts)) for role, parts in messages)
 
 
 def as_count(value: Any) -> int | None:
