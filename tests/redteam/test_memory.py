@@ -281,8 +281,8 @@ def shaped_by_an_agent(path: Path) -> None:
 
 @route(
     "host",
-    "an agent leaves a recording that fills the memory of `pier samples export`, `pier capture`, `pier gateway show` "
-    "or a program that reads it",
+    "an agent leaves a recording that fills memory when its samples are exported, when it is captured, listed "
+    "or read by a program",
     "it is read in a process of at most 2 GiB, or up to a limit; beyond it the command fails and says why",
 )
 @pytest.mark.parametrize("reader", READERS)
