@@ -33,6 +33,7 @@ from pier.trial.result import (
     read_result,
     stops_after,
 )
+from pier.trial.run import trial_secrets
 from pier.trial.spec import SandboxChoice, TrialSpec
 from pier.trial.verify import _Logs
 from tests.trial_runs import TOML, write_task
@@ -228,6 +229,12 @@ def test_the_config_holds_no_secret(tmp_path: Path) -> None:
     text = json.dumps(trial_config(spec, {"B_TOKEN": "other-canary"}))
     assert "canary" not in text and "${B_TOKEN}" in text
     assert trial_config(spec, {})["environment"]["kwargs"] == {"image": "host", "network": "none", "hosts": []}
+
+
+def test_options_of_the_backend_may_be_secret(tmp_path: Path) -> None:
+    choice = SandboxChoice(EnvironmentConfig(kwargs={"api_key": "canary-value-of-a-key"}))
+    spec = TrialSpec("n", write_task(tmp_path / "t"), tmp_path / "trial", sandbox=choice)
+    assert "canary-value-of-a-key" in set(trial_secrets(spec, {}))
 
 
 def test_errors_carry_harbors_names_and_our_blame() -> None:

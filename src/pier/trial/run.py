@@ -95,7 +95,7 @@ def trial_secrets(spec: TrialSpec, environ: Mapping[str, str]) -> Iterable[str]:
         yield from secret_values(table, environ, given=True)
     yield from task_secrets(spec.task, environ)
     servers = (*config.environment.mcp_servers, *mcp_tables(spec.agent))
-    known = [spec.agent.kwargs, *(server.model_dump(mode="json") for server in servers)]
+    known = [spec.agent.kwargs, spec.sandbox.settings.kwargs, *(server.model_dump(mode="json") for server in servers)]
     yield from secrets_in(known, environ)
     for server in servers:
         wanted = {name: f"${{{name}}}" for name in wanted_in_headers(server.headers)}

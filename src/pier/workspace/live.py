@@ -27,6 +27,7 @@ from pier.sandbox.contract import Mount, OnOutput, Process, Sandbox, SandboxSpec
 from pier.secret import secret_values
 from pier.task import Origin, Task, load_task
 from pier.trial.agent import describe_run, home_of
+from pier.trial.collect import has_state, restore_state
 from pier.trial.config import AgentConfig
 from pier.trial.environment import SandboxStarter, ServiceLogs, TaskSandbox, prepare_step, wait_until_healthy
 from pier.trial.plan import NetworkPlan, SandboxPlan, agent_plan, check_network, check_support, plan_network
@@ -367,7 +368,7 @@ async def _opened(
         await state.seed(workspace, starter, plan, network.baseline, workdir)
     await _recover(workspace, starter, plan, say)
     kept = workspace.pier / STATE
-    if config.image_digest != image.digest and state.is_kept(kept):
+    if config.image_digest != image.digest and has_state(kept):
         kept.rename(new_directory(workspace.pier / "older-state") / STATE)
         say("the image has changed: what was kept outside of the workspace is in .pier/older-state")
     own = [*_own_mounts(workspace, workdir), *mounts, *(Mount.parse(text, "mounts") for text in config.mounts)]
@@ -376,8 +377,8 @@ async def _opened(
         async with starter.open(_for_live(plan, config, fresh), network.baseline, mounts=own) as (sandbox, _):
             if fresh:
                 await prepare_step(starter, 0, sandbox, workdir)
-            elif state.is_kept(kept):
-                await state.restore(sandbox, kept)
+            elif has_state(kept):
+                await restore_state(sandbox, kept)
             user = user_text(task.steps[0].agent.user) or image.config.user or None
             await state.fill(workspace, sandbox, workdir, user, fresh=fresh)
             if plan.table.healthcheck is not None:

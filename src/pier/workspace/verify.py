@@ -20,6 +20,7 @@ from pier.redact import Redactor
 from pier.sandbox.contract import Change
 from pier.secret import secret_values
 from pier.task import Task
+from pier.trial.collect import restore_state
 from pier.trial.config import AgentConfig, EnvironmentConfig
 from pier.trial.environment import TaskSandbox, open_environment, task_secrets
 from pier.trial.plan import agent_plan
@@ -286,7 +287,7 @@ async def _copy_changes(live: LiveWorkspace, environment: TaskSandbox) -> None:
     with tempfile.TemporaryDirectory(prefix="pier-verify.") as name:
         try:
             await state.keep(live.sandbox, Path(name) / "state")
-            await state.restore(environment.sandbox, Path(name) / "state")
+            await restore_state(environment.sandbox, Path(name) / "state")
         except SandboxError as error:
             environment.record.warn(f"changes outside of the workspace are not part of this verification: {error}")
 
