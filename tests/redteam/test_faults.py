@@ -285,11 +285,11 @@ async def test_a_lookup_that_never_ends_is_given_up(resolver: Resolver, monkeypa
     "line", [b'{"a":["s","s","s","s"]}\n', b'{"b":"\\n","c":"\\\\\\\\%25"}\n'], ids=["beginnings", "escapes"]
 )
 def test_hostile_logs_take_little_time(line: bytes, tmp_path: Path) -> None:
-    data = b'{"a":"sk-canary-4f1d"}\n' + line * ((8 << 20) // len(line))
+    data = b'{"a":"sk-canary-4f1d"}\n' + line * ((2 << 20) // len(line))
     (tmp_path / "log.jsonl").write_bytes(data)
     key = "\n".join(f"{number:02}mIEpQ/9a+X7mIEpQ/9a+X7mIEpQ" for number in range(20))
     began = time.process_time()
     with Tree(tmp_path) as tree:
         Redactor(["sk-canary-4f1d9c0b7e22", key]).tree(tree)
-    assert time.process_time() - began < 20
+    assert time.process_time() - began < 6
     assert (tmp_path / "log.jsonl").read_bytes() == data
