@@ -330,6 +330,17 @@ async def test_a_pause_holds_all_sessions_once_most_were_asked_for_it() -> None:
     assert 0.19 <= clock() - began < 10 and not limiter.closed_for("new")
 
 
+async def test_a_session_that_pauses_for_long_holds_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pier.gateway import budget
+
+    monkeypatch.setattr(budget, "_RECENT", 0.01)
+    limiter = budget.Limiter()
+    await limiter.acquire("one")
+    limiter.close_for("one", 3600)
+    await asyncio.sleep(0.02)
+    await asyncio.wait_for(limiter.acquire("two"), 10)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("begun", [True, False])
 async def test_a_provider_that_stays_silent_is_given_up_once(stream: bool, begun: bool, tmp_path: Path) -> None:

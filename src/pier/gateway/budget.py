@@ -303,7 +303,7 @@ class Limiter:
         now = time.monotonic()
         self._pauses = {each: until for each, until in self._pauses.items() if until > now}
         until = self._pauses.get(session, now)
-        if 2 * len(self._pauses) > len(self._recent.keys() | {session}):
+        if 2 * len(self._pauses) > len(self._recent.keys() | self._pauses.keys() | {session}):
             until = max(until, min(self._pauses.values()))
         return until - now
 
