@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -149,6 +149,18 @@ TRAINERS: dict[str, Callable[[Sample, SampleOrigin], Row]] = {
 FORMATS: dict[str, Callable[[Sample, SampleOrigin], Row]] = {"pier": pier_row, "sft": sft_row, **TRAINERS}
 
 
+def rows_of(
+    samples: Sequence[Sample], origin: SampleOrigin, form: str = "pier", *, trainable_only: bool = False
+) -> Iterator[Row]:
+    """The rows of a session's samples in a format. `PierError` if one breaks a promise."""
+    if broken := next(broken_promises(samples), None):
+        raise PierError(f"{origin.recording or origin.rollout}: {broken}", code="internal")
+    for sample in samples:
+        good = is_trainable(sample, origin) or (form == "sft" and origin.is_earned)
+        if is_wanted(sample, origin, form) and (good or not trainable_only):
+            yield FORMATS[form](sample, origin)
+
+
 def sample_id(sample: Sample, origin: SampleOrigin) -> str:
     return f"{origin.rollout}#{sample.number}"
 
@@ -174,16 +186,14 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     """One line on each sample, for a person."""
 
-    def add(self, sample: Sample, origin: SampleOrigin) -> bool:
-        """Count a sample; whether it is trainable."""
-        good = is_trainable(sample, origin)
+    def add(self, sample: Sample, origin: SampleOrigin) -> None:
+        """Count a sample."""
         self.samples += 1
         self.exact += sample.exact
-        self.trainable += good
+        self.trainable += is_trainable(sample, origin)
         self.without_reward += origin.reward is None
         self.without_logprobs += sample.exact and sample.logprobs is None
         self.kinds[sample.kind] = self.kinds.get(sample.kind, 0) + 1
-        return good
 
     def as_dict(self) -> Row:
         found = asdict(replace(self, rows=[])) | self.counts.as_dict()
@@ -206,21 +216,20 @@ def export(
     trainable_only: bool = False,
 ) -> Report:
     """Give the samples of all recordings at `places` to `sink`, in the given format."""
-    report, write = Report(), FORMATS[form]
+    report = Report()
     for origin in (origin for place in places for origin in origins(place)):
         assert origin.recording is not None
         samples, counts = samples_of(origin.recording, kinds)
-        if broken := next(broken_promises(samples), None):
-            raise PierError(f"{origin.recording}: {broken}", code="internal")
+        rows = list(rows_of(samples, origin, form, trainable_only=trainable_only))
         report.recordings += 1
         report.counts.add(counts)
+        report.written += len(rows)
         for sample in samples:
-            good = report.add(sample, origin) or (form == "sft" and origin.is_earned)
-            if is_wanted(sample, origin, form) and (good or not trainable_only):
-                report.written += 1
-                if sink is not None:
-                    sink.add(write(sample, origin))
+            report.add(sample, origin)
             report.rows.append(_line(sample, origin))
+        if sink is not None:
+            for row in rows:
+                sink.add(row)
     return report
 
 
