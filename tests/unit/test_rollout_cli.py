@@ -76,3 +76,14 @@ def test_a_configuration_file_of_vf_eval_is_refused(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         main(["rollout", "evals.toml", "-m", "tiny"])
     assert "unsupported configuration file evals.toml" in capsys.readouterr().err
+
+
+def test_samples_of_rollouts_that_are_done_are_not_left_out_silently(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["-o", str(tmp_path / "out"), "--samples", str(tmp_path / "samples.jsonl")]
+    assert run(tmp_path, "-n", "2", *flags) == 0
+    assert run(tmp_path, "-n", "3", *flags) == 2
+    said = capsys.readouterr().err
+    assert "2 rollouts of" in said and "their samples are not there" in said
+    assert run(tmp_path, "-n", "3", "-o", str(tmp_path / "out")) == 0

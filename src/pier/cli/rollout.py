@@ -182,8 +182,16 @@ def _client(flags: dict[str, Any]) -> Any:
 
 
 async def _evaluate(environment: Any, client: Any, flags: dict[str, Any], on_state: Any) -> dict[str, Any]:
+    from pier.errors import UsageError
+
     sampling = {name: flags[name] for name in ("max_tokens", "temperature") if flags[name] is not None}
     sampling |= flags["sampling_args"] or {}
+
+    def check(rows: list[Any], left: list[Any]) -> None:
+        if flags["samples"] and len(left) < len(rows):
+            done = f"{len(rows) - len(left)} rollouts of {flags['out']} are done, and their samples are not there"
+            raise UsageError(f"cannot write {flags['samples']}: {done}", hint="another -o DIR, or leave --samples out")
+
     return await environment.evaluate(
         client,
         flags["model"],
@@ -198,6 +206,7 @@ async def _evaluate(environment: Any, client: Any, flags: dict[str, Any], on_sta
         state_columns=[name for name in flags["state_columns"].split(",") if name],
         results_path=flags["out"],
         save_results=flags["save"] or flags["out"] is not None,
+        on_start=check,
         on_progress=None if flags["as_json"] else _progress,
         on_state=on_state,
     )

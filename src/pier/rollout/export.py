@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -151,6 +151,18 @@ TRAINERS: dict[str, Callable[[Sample, SampleOrigin], Row]] = {
 FORMATS: dict[str, Callable[[Sample, SampleOrigin], Row]] = {"pier": pier_row, "sft": sft_row, **TRAINERS}
 
 
+def rows_of(
+    samples: Sequence[Sample], origin: SampleOrigin, form: str = "pier", *, trainable_only: bool = False
+) -> Iterator[Row]:
+    """The rows of a session's samples in a format. `PierError` if one breaks a promise."""
+    if broken := next(broken_promises(samples), None):
+        raise PierError(f"{origin.recording or origin.rollout}: {broken}", code="internal")
+    for sample in samples:
+        good = is_trainable(sample, origin) or (form == "sft" and origin.is_earned)
+        if is_wanted(sample, origin, form) and (good or not trainable_only):
+            yield FORMATS[form](sample, origin)
+
+
 def sample_id(sample: Sample, origin: SampleOrigin) -> str:
     return f"{origin.rollout}#{sample.number}"
 
@@ -176,16 +188,14 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     """One line on each sample, for a person."""
 
-    def add(self, sample: Sample, origin: SampleOrigin) -> bool:
-        """Count a sample; whether it is trainable."""
-        good = is_trainable(sample, origin)
+    def add(self, sample: Sample, origin: SampleOrigin) -> None:
+        """Count a sample."""
         self.samples += 1
         self.exact += sample.exact
-        self.trainable += good
+        self.trainable += is_trainable(sample, origin)
         self.without_reward += origin.reward is None
         self.without_logprobs += sample.exact and sample.logprobs is None
         self.kinds[sample.kind] = self.kinds.get(sample.kind, 0) + 1
-        return good
 
     def merge(self, other: Report) -> None:
         for name in ("recordings", "samples", "written", "exact", "trainable", "without_reward", "without_logprobs"):
@@ -237,15 +247,13 @@ def _read_rows(
 ) -> tuple[Report, list[bytes]]:
     """The report and the rows, as JSON, of one recording."""
     samples, counts = samples_of(recording, kinds, most)
-    if broken := next(broken_promises(samples), None):
-        raise PierError(f"{recording}: {broken}", code="internal")
     report, rows = Report(recordings=1, counts=counts), list[bytes]()
+    for row in rows_of(samples, origin, form, trainable_only=trainable_only):
+        report.written += 1
+        if not only_listed:
+            rows.append(json.dumps(row).encode())
     for sample in samples:
-        good = report.add(sample, origin) or (form == "sft" and origin.is_earned)
-        if is_wanted(sample, origin, form) and (good or not trainable_only):
-            report.written += 1
-            if not only_listed:
-                rows.append(json.dumps(FORMATS[form](sample, origin)).encode())
+        report.add(sample, origin)
         report.rows.append(_line(sample, origin))
     return report, rows
 

@@ -21,7 +21,7 @@ from typing import Any
 from pier import __version__, files
 from pier.errors import UsageError
 from pier.figures import mean, means, pass_all_k, pass_at_k
-from pier.rollout.export import FORMATS, is_wanted, sink_for
+from pier.rollout.export import rows_of, sink_for
 from pier.rollout.samples import SampleOrigin
 from pier.rollout.state import RolloutTiming, State, error_data, is_fault
 
@@ -235,10 +235,8 @@ def sample_writer(path: Path, form: str = "pier") -> Iterator[Callable[[State], 
     with sink_for(path) as sink:
 
         def write(state: State) -> None:
-            origin = origin_of(state)
-            for sample in state.get("samples") or ():
-                if is_wanted(sample, origin, form):
-                    sink.add(FORMATS[form](sample, origin))
+            for row in rows_of(state.get("samples") or (), origin_of(state), form):
+                sink.add(row)
 
         yield write
 

@@ -21,20 +21,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pier import beneath
-from pier.errors import JobError, PierError, UsageError
+from pier.errors import JobError, UsageError
 from pier.gateway.policy import Upstream, version_of
 from pier.job.config import AgentConfig, BudgetConfig, DatasetConfig, EnvironmentConfig, JobConfig, RetryConfig
 from pier.job.ledger import Fault, Outcome
 from pier.job.plan import PlannedTrial
 from pier.record import RECORDING
 from pier.redact import Redactor
-from pier.rollout.export import FORMATS, Report, Row, is_trainable, is_wanted
+from pier.rollout.export import Report, Row, is_trainable, rows_of
 from pier.rollout.samples import (
     Counts,
     Sample,
     SampleBuilder,
     SampleOrigin,
-    broken_promises,
     origin_of,
     read_samples,
 )
@@ -138,11 +137,8 @@ class Rollout:
 
     def rows(self, form: str = "pier", *, trainable_only: bool = False) -> list[Row]:
         """Its samples as rows of an export, without secrets."""
-        found = [(sample, part.origin) for part in self.parts for sample in part.samples]
-        if broken := next((broken for part in self.parts for broken in broken_promises(part.samples)), None):
-            raise PierError(f"{self.id}: {broken}", code="internal")
-        wanted = [pair for pair in found if is_wanted(*pair, form) and (not trainable_only or is_trainable(*pair))]
-        return [self.redactor.value(FORMATS[form](*pair)) for pair in wanted]
+        rows = (rows_of(part.samples, part.origin, form, trainable_only=trainable_only) for part in self.parts)
+        return [self.redactor.value(row) for part in rows for row in part]
 
     def report_to(self, report: Report) -> None:
         """Add it to the report of an export."""

@@ -15,7 +15,8 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
+from types import FunctionType
 from typing import Any, Literal, TypeVar, get_origin
 
 from pier.errors import UsageError, VerifierError
@@ -59,12 +60,21 @@ def _marked_names(kind: type, mark: Mark) -> list[str]:
 
 async def call_named(func: Callable[..., Any], objects: Mapping[str, Any]) -> Any:
     """Call a plain or async function with those of the objects that it names; with all if it takes any."""
-    parameters = inspect.signature(func).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        named = {parameter.name for parameter in parameters}
+    inner = getattr(func, "__func__", func)
+    read = _names_in if isinstance(inner, FunctionType) else _names_in.__wrapped__
+    if (named := read(inner, inner is not func)) is not None:
         objects = {name: value for name, value in objects.items() if name in named}
     found = func(**objects)
     return await found if inspect.isawaitable(found) else found
+
+
+@lru_cache(256)
+def _names_in(func: Callable[..., Any], bound: bool) -> list[str] | None:
+    """The arguments that a function names, without that of a bound method's object; None if it takes any. Kept, since
+    stop conditions are asked after each turn."""
+    parameters = inspect.signature(func).parameters
+    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return None if any_name else list(parameters)[bound:]
 
 
 RewardFunc = Callable[..., Any]
