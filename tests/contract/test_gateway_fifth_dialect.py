@@ -12,13 +12,14 @@ import pytest
 from pier.gateway import Gateway
 from pier.gateway.providers import at_address
 from pier.record import reader
-from pier.trajectory.derive import write_trajectory
+from pier.trajectory.derive import About, write_trajectory
 from pier.trajectory.model import read
 from pier.wire.checks import close_book
-from pier.wire.contract import AnswerProgress, Dialect, Route, need_list, need_str, without
+from pier.wire.contract import AnswerProgress, Dialect, Route
 from pier.wire.dialects import DIALECTS
 from pier.wire.sse import EventParser, EventRenderer, sse
 from pier.wire.turn import Delta, Message, Part, Request, Text, Turn, TurnEnd, TurnStart, Usage
+from pier.wire.values import need_list, need_str, without
 from tests.contract.test_gateway_translation import read_answer
 from tests.gateway_fakes import HELLO, PATHS, fake_provider, post, request_body
 
@@ -120,7 +121,7 @@ async def test_it_is_relayed_and_translated(client: str, upstream: str, stream: 
     assert (call.outcome, call.dialect) == ("ok", client)
     if stream:
         assert call.usage and call.usage.output_tokens == HELLO.usage.output_tokens
-    write_trajectory(tmp_path / "calls.jsonl", tmp_path / "trajectory.json", agent_name="a", session_id="s")
+    write_trajectory(tmp_path / "calls.jsonl", tmp_path / "trajectory.json", About("a", session_id="s"))
     assert read(tmp_path / "trajectory.json").steps[-1].text == HELLO.text
 
 

@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 
 from pier.record.reader import Call, RecordedAnswer, read
 from pier.wire.anthropic import BILLING
-from pier.wire.contract import parse_arguments
 from pier.wire.dialects import DIALECTS, BadRequest, BadResponse, recognise
 from pier.wire.turn import (
     ErrorKind,
@@ -37,6 +36,7 @@ from pier.wire.turn import (
     cost_of,
     joined,
 )
+from pier.wire.values import parse_arguments
 
 RECENT = 8
 """The number of earlier calls in which a shared history is looked for."""

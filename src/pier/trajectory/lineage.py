@@ -33,8 +33,8 @@ from pier.trajectory.calls import (
     system_words,
     texts_of,
 )
-from pier.wire.contract import parse_arguments
 from pier.wire.turn import Message
+from pier.wire.values import parse_arguments
 
 SIDE_TASK = re.compile(r"\btitle|summar[iy]|\bquota\b|topic|short name|branch name|condense|compact", re.IGNORECASE)
 _MIN_MATCH = 40

@@ -15,28 +15,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from pier.wire.chat import stream_error
-from pier.wire.contract import (
-    REMOVED,
-    AnswerProgress,
-    BadRequest,
-    BadResponse,
-    Dialect,
-    Route,
-    as_count,
-    compact,
-    dump,
-    error_text,
-    fresh_id,
-    join_results,
-    need_dict,
-    need_list,
-    need_str,
-    parse_arguments,
-    read_sampling,
-    split_results,
-    without,
-    write_sampling,
-)
+from pier.wire.contract import REMOVED, AnswerProgress, Dialect, Route
 from pier.wire.faults import error_in
 from pier.wire.sse import EventParser, EventRenderer, sse
 from pier.wire.turn import (
@@ -62,6 +41,24 @@ from pier.wire.turn import (
     TurnEnd,
     TurnStart,
     Usage,
+)
+from pier.wire.values import (
+    BadRequest,
+    BadResponse,
+    as_count,
+    compact,
+    dump,
+    error_text,
+    fresh_id,
+    join_results,
+    need_dict,
+    need_list,
+    need_str,
+    parse_arguments,
+    read_sampling,
+    split_results,
+    without,
+    write_sampling,
 )
 
 _REFUSALS = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "IMAGE_SAFETY")
