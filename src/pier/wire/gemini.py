@@ -78,7 +78,7 @@ _STATUSES: dict[ErrorKind, str] = {
     "context_length": "INVALID_ARGUMENT",
     "budget": "FAILED_PRECONDITION",
 }
-_METHODS = re.compile(r"(?:/v\d\w*)?(?:/.+)?/models/(.+):(generateContent|streamGenerateContent|countTokens)")
+_METHODS = ("generateContent", "streamGenerateContent", "countTokens")
 _FIELDS = ("contents", "systemInstruction", "tools", "toolConfig", "generationConfig", "model")
 _SAMPLING = {
     "max_tokens": "maxOutputTokens",
@@ -519,8 +519,9 @@ class Gemini(Dialect):
     file_places = ("contents", "systemInstruction", "system_instruction")
 
     def match(self, method: str, path: str, query: Mapping[str, str]) -> Route | None:
-        if method == "POST" and (found := _METHODS.fullmatch(path)):
-            model, verb = found.groups()
+        place, _, verb = path.rpartition(":")
+        model = place.rpartition("/models/")[2] if "/models/" in place else ""
+        if method == "POST" and model and verb in _METHODS:
             if verb == "countTokens":
                 return Route(self.name, "count_tokens", model=model)
             stream = verb == "streamGenerateContent"
