@@ -14,10 +14,12 @@ from pier.figures import main_reward
 from pier.job.command import run_quietly
 from pier.job.config import AgentConfig, DatasetConfig, EnvironmentConfig, JobConfig
 from pier.job.ledger import Ledger
-from pier.record.reader import Recording
+from pier.record.reader import Recording, RecordingTooLarge
 from pier.record.reader import read as read_recording
 from pier.tree import Tree
+from pier.trial.bounded import MEMORY
 from pier.trial.result import TrialResult, read_result
+from pier.wire.body import count_values, memory_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,18 @@ class Trial:
 
     @property
     def trajectory(self) -> dict[str, Any] | None:
-        """The agent's steps (ATIF); None if it has none, or left something else than a file there."""
+        """The agent's steps (ATIF); None if it has none, or left something else than a file there. `RecordingTooLarge`
+        if they would take more than 2 GiB of memory."""
         name = "agent/trajectory.json"
         with Tree(self.directory.resolve()) as tree:
             found = tree.find(name)
-            return json.loads(tree.read(name, found.size)) if found and found.kind == "file" else None
+            if not found or found.kind != "file":
+                return None
+            raw = tree.read(name, found.size) if found.size < MEMORY // 5 else None
+        if raw is None or memory_of(raw, count_values(raw)) > MEMORY:
+            why = f"more than {MEMORY >> 20} MB of memory are needed"
+            raise RecordingTooLarge(f"cannot read the recording {self.directory / name}: {why}")
+        return json.loads(raw)
 
     @property
     def recording(self) -> Recording:

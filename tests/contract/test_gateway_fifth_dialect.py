@@ -15,10 +15,11 @@ from pier.record import About, reader
 from pier.trajectory.derive import write_trajectory
 from pier.trajectory.model import read
 from pier.wire.checks import close_book
-from pier.wire.contract import AnswerProgress, Dialect, Route, need_list, need_str, without
+from pier.wire.contract import AnswerProgress, Dialect, Route
 from pier.wire.dialects import DIALECTS
 from pier.wire.sse import EventParser, EventRenderer, sse
 from pier.wire.turn import Delta, Message, Part, Request, Text, Turn, TurnEnd, TurnStart, Usage
+from pier.wire.values import need_list, need_str, without
 from tests.contract.test_gateway_translation import read_answer
 from tests.gateway_fakes import HELLO, PATHS, fake_provider, post, request_body
 

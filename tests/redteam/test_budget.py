@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,10 +16,15 @@ from aiohttp import web
 
 from pier.gateway import Gateway
 from pier.gateway.budget import Budget
-from pier.wire.dialects import DIALECTS, Route
+from pier.record.redact import redacted_path
+from pier.trajectory.calls import generations_of, key_of
+from pier.trajectory.lineage import how_work_ended
+from pier.wire.dialects import DIALECTS, Route, recognise
 from pier.wire.translate import translate
+from pier.wire.turn import Message, Text
 from tests.gateway_fakes import HELLO, PATHS, fake_provider, post, replies, request_body, says
 from tests.redteam import route
+from tests.redteam.test_memory import record_calls
 
 
 def chunk(delta: dict[str, Any], **more: Any) -> bytes:
@@ -186,3 +192,56 @@ def test_a_request_is_translated_in_linear_time(name: str) -> None:
         return time.process_time() - began
 
     assert seconds(20_000) < 15 * seconds(4_000) + 0.5
+
+
+ADDRESSES = ["/models/", "?", "://:", ":", "/rollout/", "/v1", "&a"]
+
+
+@route(
+    "host",
+    "an agent asks for addresses of 64 kB that are slow to match",
+    "each is recognised and recorded in a few milliseconds",
+)
+def test_an_address_is_read_in_linear_time() -> None:
+    for piece in ADDRESSES:
+        for start in ("/", "://"):
+            address, began = f"{start}{piece * (65_000 // len(piece))}", time.process_time()
+            recognise("POST", address)
+            redacted_path(address)
+            assert time.process_time() - began < 0.5, piece
+
+
+def two_words(number: int) -> Iterator[bytes]:
+    for index in range(number):
+        yield json.dumps({"model": "m", "messages": [{"role": "user", "content": f"talk {index}"}] * 2}).encode()
+
+
+def same_start(number: int) -> Iterator[bytes]:
+    for index in range(number):
+        said = [{"role": "user", "content": text} for text in ("hi", f"talk {index}")]
+        yield json.dumps({"model": "m", "messages": said}).encode()
+
+
+@route(
+    "host",
+    "an agent begins thousands of conversations, or opens a reminder very often and never closes it",
+    "its calls are sorted in linear time",
+)
+@pytest.mark.parametrize("bodies", [two_words, same_start])
+def test_calls_are_sorted_in_linear_time(bodies: Callable[[int], Iterator[bytes]], tmp_path: Path) -> None:
+    def seconds(number: int) -> float:
+        path = tmp_path / f"{number}.jsonl"
+        record_calls(path, bodies(number))
+        began = time.process_time()
+        assert how_work_ended(generations_of(path))
+        return time.process_time() - began
+
+    assert seconds(4_000) < 12 * seconds(800) + 1
+
+
+def test_reminders_are_removed_in_linear_time() -> None:
+    opened, began = "<system-reminder>" * 200_000, time.process_time()
+    assert key_of(Message("user", (Text(f"a {opened} b"),))) != key_of(Message("user", (Text("a b"),)))
+    assert time.process_time() - began < 5
+    closed = "a <system-reminder> <system-reminder> x </system-reminder> b </system-reminder> c"
+    assert key_of(Message("user", (Text(closed),))) == key_of(Message("user", (Text("a b </system-reminder> c"),)))

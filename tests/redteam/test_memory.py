@@ -268,6 +268,7 @@ READERS = {
     "capture": ("from pier.workspace.capture import capture", "capture(None, session_dir=trial / 'agent', environ={})"),
     "show": ("from pier.cli.gateway import show", "show.main([str(trial)], standalone_mode=False)"),
     "api": ("from pier import Trial", "Trial(trial).recording"),
+    "trajectory": ("from pier import Trial", "Trial(trial).trajectory"),
     "replay": ("from pier.gateway.replay import Replay", "Replay.load(trial)"),
 }
 
@@ -289,6 +290,8 @@ def shaped_by_an_agent(path: Path) -> None:
 async def test_a_hostile_recording_is_not_read_beyond_a_limit(reader: str, tmp_path: Path) -> None:
     (tmp_path / "agent").mkdir()
     shaped_by_an_agent(tmp_path / "agent" / "recording.jsonl")
+    if reader == "trajectory":
+        (tmp_path / "agent" / "trajectory.json").write_bytes(b'{"steps": [' + b"{}," * 20_000_000 + b"{}]}")
     imports, statement = READERS[reader]
     code = READER.format(imports=imports, statement=statement)
     command = [sys.executable, "-c", code, tmp_path, str(256 << 20)]

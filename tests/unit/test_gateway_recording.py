@@ -15,8 +15,8 @@ from pier.gateway.server import BodyCache
 from pier.record import reader as recording
 from pier.record.writer import Flusher, Recorder
 from pier.wire.body import parse
-from pier.wire.contract import BadRequest
 from pier.wire.turn import Usage
+from pier.wire.values import BadRequest
 
 FACTS = {"kind": "generate", "dialect": "chat", "method": "POST", "path": "/v1/chat/completions", "headers": {}}
 JSON = st.recursive(

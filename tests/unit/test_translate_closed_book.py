@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pier.wire.checks import REMOVED, close_book, is_closed
-from pier.wire.contract import BadRequest
+from pier.wire.values import BadRequest
 
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
 FLAT = {"type": "function", "name": "f", "parameters": {}}

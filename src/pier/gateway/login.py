@@ -27,8 +27,8 @@ from multidict import CIMultiDict
 
 from pier.errors import UsageError
 from pier.files import write_json
-from pier.wire.contract import load
 from pier.wire.turn import DialectName
+from pier.wire.values import load
 
 if TYPE_CHECKING:
     from pier.gateway.logins import Unwrapper

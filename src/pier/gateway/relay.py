@@ -20,7 +20,7 @@ from pier.gateway.providers import Target
 from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
 from pier.record.redact import Scrubber
 from pier.wire.body import parse
-from pier.wire.contract import Dialect, compact, dump, load
+from pier.wire.contract import Dialect
 from pier.wire.dialects import BadResponse
 from pier.wire.faults import classify
 from pier.wire.headers import plain_headers
@@ -37,6 +37,7 @@ from pier.wire.turn import (
     TurnEnd,
     stream_turn,
 )
+from pier.wire.values import compact, dump, load
 
 if TYPE_CHECKING:
     from pier.gateway.policy import Policy

@@ -23,8 +23,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from pier.errors import UsageError
 from pier.gateway.actions import Action, ScriptedCall, ScriptedEdit, ScriptModel, Write, perform, text_form
-from pier.wire.contract import kind_of_status
 from pier.wire.turn import ModelFailed, Part, Reasoning, Request, StopReason, Text, ToolCall, ToolResult, Turn, Usage
+from pier.wire.values import kind_of_status
 
 _SIDE = re.compile(
     r"\btitle|summar[iy]|\bquota\b|topic|short name|branch name|few words|four words|4 words|next speaker|"

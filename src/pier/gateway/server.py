@@ -26,9 +26,9 @@ from pier.record.writer import Durable, Flusher
 from pier.redact import Redactor
 from pier.trajectory.calls import OnGeneration
 from pier.wire.body import Body, Earlier
-from pier.wire.contract import dump
 from pier.wire.dialects import DIALECTS, rollout_in
 from pier.wire.turn import Sampling, is_priced
+from pier.wire.values import dump
 
 _CACHED = 32 * 1024 * 1024
 """Bytes of all cached arrays."""

@@ -34,11 +34,11 @@ from pier.redact import Redactor
 from pier.trajectory.calls import RECENT, Generation, Node, OnGeneration, compute_keys, with_version
 from pier.wire.body import MOST_VALUES, Body, count_values, memory_of, parse
 from pier.wire.checks import close_book, is_closed, offline, prescribe
-from pier.wire.contract import load
 from pier.wire.dialects import BadRequest
 from pier.wire.faults import Fault
 from pier.wire.translate import Memory
 from pier.wire.turn import ErrorKind, Sampling, Turn
+from pier.wire.values import load
 
 if TYPE_CHECKING:
     from pier.gateway.server import Gateway

@@ -25,12 +25,12 @@ from pier.gateway.providers import Provider
 from pier.record.redact import Scrubber, redacted_path
 from pier.record.writer import CallRecord
 from pier.wire.body import Body, parse
-from pier.wire.contract import dump, kind_of_status, load
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Fault, classify, error_in
 from pier.wire.headers import plain_headers
 from pier.wire.sse import Framer, MalformedAnswer, data_of, events_of
 from pier.wire.turn import DialectName, ErrorKind
+from pier.wire.values import dump, kind_of_status, load
 
 MAX_ANSWER = 64 * 1024 * 1024
 _MAX_ERROR = 1024 * 1024

@@ -17,8 +17,8 @@ SECRET_HEADERS = frozenset(
 REDACTED = "[redacted]"
 _SHORTEST_SECRET = 16
 """Shorter keys are stand-ins such as `EMPTY`, which may well be words of an answer."""
-_USER_INFO = re.compile(r"(?<=://)[^/?#@\s]*:[^/?#\s]*@")
-_PARAMETER = re.compile(r"([?&]([^=&]+)=)[^&]*")
+_USER_INFO = re.compile(r"(?<=://)[^/?#@:\s]*:[^/?#\s]*@")
+_PARAMETER = re.compile(r"([?&]([^=&?]+)=)[^&]*")
 
 
 def redacted(headers: Mapping[str, str]) -> dict[str, str]:

@@ -28,9 +28,9 @@ from pier.files import Journal
 from pier.record.redact import redacted
 from pier.redact import Redactor, StreamRedactor
 from pier.wire.body import Array, Body
-from pier.wire.contract import dump
 from pier.wire.faults import Fault
 from pier.wire.turn import Usage
+from pier.wire.values import dump
 
 SYNC = 0.5
 

@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 
 from pier.record.reader import Call, RecordedAnswer, read
 from pier.wire.anthropic import BILLING
-from pier.wire.contract import parse_arguments
 from pier.wire.dialects import DIALECTS, BadRequest, BadResponse, recognise
 from pier.wire.turn import (
     ErrorKind,
@@ -37,12 +36,13 @@ from pier.wire.turn import (
     cost_of,
     joined,
 )
+from pier.wire.values import parse_arguments
 
 RECENT = 8
 """The number of earlier calls in which a shared history is looked for."""
 
 _TOKEN_LISTS = ("prompt_ids", "completion_ids", "logprobs")
-_REMINDER = re.compile(r"<system-reminder>.*?</system-reminder>", re.DOTALL)
+_REMINDER, _REMINDED = "<system-reminder>", "</system-reminder>"
 
 Kind = Literal["main", "compaction", "sub_agent", "side", "foreign", "retry"]
 
@@ -250,8 +250,8 @@ def compute_keys(node: Node, recent: Sequence[Node]) -> None:
 
 def system_words(node: Node) -> str:
     """The start of the system prompt, without what changes from call to call."""
-    texts = [text for text in node.request.system if not text.startswith(BILLING)]
-    return re.sub(r"\d+", "0", "\n".join(texts))[:400]
+    texts = (text[:4000] for text in node.request.system[:100] if not text.startswith(BILLING))
+    return re.sub(r"\d+", "0", "\n".join(texts)[:4000])[:400]
 
 
 def texts_of(message: Message) -> list[str]:
@@ -282,7 +282,7 @@ _SORTED = json.JSONEncoder(sort_keys=True, default=str)
 def key_of(message: Message) -> bytes:
     """A digest of a message without the parts that clients change: ids, reminders, white space, reasoning."""
     calls = [(part.name, parse_arguments(part.arguments)) for part in message.parts if isinstance(part, ToolCall)]
-    text = "" if calls else " ".join(_REMINDER.sub("", " ".join(texts_of(message))).split())
+    text = "" if calls else " ".join(_without_reminders(" ".join(texts_of(message))).split())
     results = [
         " ".join("".join(piece.text for piece in part.parts if isinstance(piece, Text)).split())
         for part in message.parts
@@ -291,3 +291,12 @@ def key_of(message: Message) -> bytes:
     special = [dict(part.value) for part in message.parts if isinstance(part, Opaque)]
     said = _SORTED.encode([message.role, text, calls, results, special])
     return blake2b(said.encode(errors="replace"), digest_size=16).digest()
+
+
+def _without_reminders(text: str) -> str:
+    """A pattern would look for the end of each of many beginnings."""
+    if _REMINDER not in text:
+        return text
+    *parts, rest = text.split(_REMINDED)
+    kept = (part.partition(_REMINDER)[0] if _REMINDER in part else part + _REMINDED for part in parts)
+    return "".join(kept) + rest

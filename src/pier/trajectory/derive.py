@@ -28,8 +28,8 @@ from pier.trajectory.lineage import Lineage, Thread
 from pier.trajectory.model import whole_characters
 from pier.trajectory.rules import IMAGES
 from pier.tree import Tree
-from pier.wire.contract import parse_arguments
 from pier.wire.turn import Media, Message, Part, Reasoning, Refusal, Text, Tool, ToolCall, ToolResult, Turn
+from pier.wire.values import parse_arguments
 
 _SIDE_TEXT = 400
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,10 +34,13 @@ from pier.trajectory.calls import (
     system_words,
     texts_of,
 )
-from pier.wire.contract import parse_arguments
 from pier.wire.turn import Message
+from pier.wire.values import parse_arguments
 
 SIDE_TASK = re.compile(r"\btitle|summar[iy]|\bquota\b|topic|short name|branch name|condense|compact", re.IGNORECASE)
+_EARLIER = 512
+"""Calls before a thread that it may go back to."""
+_MIN_PROMPT = 12
 _MIN_MATCH = 40
 """A match of this many characters is significant; fewer will do if they come from a call for a summary."""
 
@@ -99,9 +103,10 @@ class Lineage:
         main = _main_of(threads)
         if main is None:
             return threads
+        sorter = _Sorter(main, self.nodes)
         for thread in threads:
             if thread is not main:
-                _classify(thread, main, threads)
+                sorter.classify(thread)
         self._mark_side_calls(threads)
         self._join(main, threads)
         for thread in threads:
@@ -121,8 +126,9 @@ class Lineage:
                 continue
             answered = [node for node in group if node.turn is not None]
             kept = [node for node in answered if id(node) in continued] or answered[-1:] or group[-1:]
+            counting = set(map(id, kept))
             for node in group:
-                if node not in kept:
+                if id(node) not in counting:
                     node.kind = "retry"
 
     def _split(self) -> list[Thread]:
@@ -154,13 +160,21 @@ class Lineage:
     @staticmethod
     def _join(main: Thread, threads: list[Thread]) -> None:
         """Threads that carry the main work on become part of it."""
-        for thread in [thread for thread in threads if thread is not main and thread.kind == "main"]:
-            work = [node for node in main.nodes if node.kind not in ("retry", "side")]
-            before = [node for node in work if node.number < thread.root.number]
-            thread.root.parent = before[-1] if before else None
+        joined = [thread for thread in threads if thread is not main and thread.kind == "main"]
+        parts = [_work(main)]
+        for thread in joined:
+            root = thread.root
+            before = (node for part in reversed(parts) for node in reversed(part) if node.number < root.number)
+            root.parent = next(before, None)
             main.nodes.extend(thread.nodes)
-            threads.remove(thread)
+            parts += [work] if (work := _work(thread)) else []
+        gone = set(map(id, joined))
+        threads[:] = [thread for thread in threads if id(thread) not in gone]
         main.nodes.sort(key=lambda node: node.number)
+
+
+def _work(thread: Thread) -> list[Node]:
+    return [node for node in thread.nodes if node.kind not in ("retry", "side")]
 
 
 def _main_of(threads: list[Thread]) -> Thread | None:
@@ -172,28 +186,91 @@ def _main_of(threads: list[Thread]) -> Thread | None:
     return max(work, key=lambda thread: len(thread.nodes), default=None)
 
 
-def _classify(thread: Thread, main: Thread, threads: list[Thread]) -> None:
-    root = thread.root
-    if not thread.offers_tools and main.offers_tools:
-        thread.kind = "foreign" if _is_other_program(root, main.root) else "side"
-        return
-    if not main.offers_tools and _looks_like_side_call(thread):
-        thread.kind = "side"
-        return
-    earlier = [node for other in threads if other is not thread for node in other.nodes if node.number < root.number]
-    root.spawned_by = _spawner(root, earlier)
-    if root.spawned_by or _is_sub_agent_by_header(root):
-        thread.kind = "sub_agent"
-    elif _is_other_program(root, main.root):
-        thread.kind = "foreign"
-    elif before := _predecessor(root, [node for node in main.nodes if node.number < root.number], earlier):
-        root.kind, thread.kind = "compaction", "main"
-        if main.offers_tools and before.turn is not None and not before.turn.calls:
-            before.kind = "side"
-    elif _same_system(root, main.root) or set(root.keys[:1]) & set(main.root.keys[:1]):
-        thread.kind = "main"
-    else:
-        thread.kind = "sub_agent"
+class _Sorter:
+    """Decides what threads other than the main one are for. An agent may begin very many, so a thread is compared with
+    a bounded number of calls before it, and what is asked of a call again is worked out once."""
+
+    def __init__(self, main: Thread, nodes: list[Node]) -> None:
+        self._root = main.root
+        self._offers_tools = main.offers_tools
+        self._system = system_words(main.root)
+        self._main = main.nodes
+        self._numbers = [node.number for node in main.nodes]
+        self._nodes = nodes
+        self._places = {id(node): place for place, node in enumerate(nodes)}
+        self._given: dict[int, list[tuple[str, str]]] = {}
+        self._cores: dict[int, str] = {}
+
+    def classify(self, thread: Thread) -> None:
+        root = thread.root
+        if not thread.offers_tools and self._offers_tools:
+            thread.kind = "foreign" if _is_other_program(root, self._root) else "side"
+            return
+        if not self._offers_tools and _looks_like_side_call(thread):
+            thread.kind = "side"
+            return
+        place, own = self._places[id(root)], set(map(id, thread.nodes))
+        earlier = [node for node in self._nodes[max(0, place - _EARLIER) : place] if id(node) not in own]
+        same_system = system_words(root) == self._system
+        root.spawned_by = self._spawner(root, earlier)
+        if root.spawned_by or _is_sub_agent_by_header(root):
+            thread.kind = "sub_agent"
+        elif _is_other_program(root, self._root):
+            thread.kind = "foreign"
+        elif before := self._predecessor(root, earlier):
+            root.kind, thread.kind = "compaction", "main"
+            if self._offers_tools and before.turn is not None and not before.turn.calls:
+                before.kind = "side"
+        elif same_system or set(root.keys[:1]) & set(self._root.keys[:1]):
+            thread.kind = "main"
+        else:
+            thread.kind = "sub_agent"
+
+    def _spawner(self, root: Node, earlier: list[Node]) -> tuple[Node, str] | None:
+        """The tool call whose arguments hold the text that this thread was begun with."""
+        users = [message for message in root.request.messages if message.role == "user"]
+        prompts = [text.strip() for message in users for text in texts_of(message)]
+        prompts = [text for text in prompts if len(text) >= _MIN_PROMPT]
+        for node in reversed(earlier) if prompts else ():
+            if (given := self._given.get(id(node))) is None:
+                given = self._given[id(node)] = _given_texts(node)
+            for value, call in given:
+                if any(value in prompt for prompt in prompts):
+                    return node, call
+        return None
+
+    def _predecessor(self, root: Node, earlier: list[Node]) -> Node | None:
+        """The call where a thread takes up again: the one that wrote its summary, or the one whose last words it
+        has."""
+        place = bisect_left(self._numbers, root.number)
+        last = self._main[place - 1] if place else None
+        if last is None or system_words(root) != system_words(last):
+            return None
+        said = "\n".join(text for message in root.request.messages[:4] for text in texts_of(message))
+        for node in reversed(earlier):
+            if (core := self._cores.get(id(node))) is None:
+                core = self._cores[id(node)] = _core_of(node)
+            if core and (core[:200] in said or core[-200:] in said):
+                return node
+        tail = set(last.keys[-4:])
+        goes_on = len(tail & set(root.keys)) >= 2 and root.keys[:1] != last.keys[:1]
+        return last if goes_on else None
+
+
+def _given_texts(node: Node) -> list[tuple[str, str]]:
+    """The texts in the arguments of an answer's tool calls that may begin a thread, and the ids of the calls."""
+    calls = node.turn.calls if node.turn else ()
+    given = ((value, call.id) for call in calls for value in parse_arguments(call.arguments).values())
+    texts = ((value.strip(), call) for value, call in given if isinstance(value, str))
+    return [(text, call) for text, call in texts if len(text) >= _MIN_PROMPT]
+
+
+def _core_of(node: Node) -> str:
+    """The text of an answer without tags, if it is long enough to be recognised."""
+    core = re.sub(r"</?\w+>", "", node.turn.text.strip()).strip() if node.turn else ""
+    asked = node.request.messages[-1].text if node.request.messages else ""
+    enough = _MIN_MATCH if node.request.tools and not SIDE_TASK.search(asked) else _MIN_MATCH // 5
+    return core if len(core) >= enough else ""
 
 
 def _wants_summary(node: Node) -> bool:
@@ -224,40 +301,6 @@ def _program(agent: str) -> str:
 def _is_sub_agent_by_header(node: Node) -> bool:
     names = ("x-claude-code-agent-id", "x-openai-subagent", "x-codex-parent-thread-id", "x-parent-session-id")
     return any(node.headers.get(name) for name in names)
-
-
-def _spawner(root: Node, earlier: Iterable[Node]) -> tuple[Node, str] | None:
-    """The tool call whose arguments hold the text that this thread was begun with."""
-    users = [message for message in root.request.messages if message.role == "user"]
-    prompts = [text.strip() for message in users for text in texts_of(message)]
-    prompts = [text for text in prompts if len(text) >= 12]
-    for node in sorted(earlier, key=lambda node: -node.number):
-        for call in node.turn.calls if node.turn else ():
-            given = [value.strip() for value in parse_arguments(call.arguments).values() if isinstance(value, str)]
-            if any(len(value) >= 12 and any(value in prompt for prompt in prompts) for value in given):
-                return node, call.id
-    return None
-
-
-def _predecessor(root: Node, main: list[Node], earlier: list[Node]) -> Node | None:
-    """The call where a thread takes up again: the one that wrote its summary, or the one whose last words it has."""
-    if not main or not _same_system(root, main[-1]):
-        return None
-    said = "\n".join(text for message in root.request.messages[:4] for text in texts_of(message))
-    for node in reversed(earlier):
-        text = node.turn.text.strip() if node.turn else ""
-        core = re.sub(r"</?\w+>", "", text).strip()
-        asked = node.request.messages[-1].text if node.request.messages else ""
-        enough = _MIN_MATCH if node.request.tools and not SIDE_TASK.search(asked) else _MIN_MATCH // 5
-        if len(core) >= enough and (core[:200] in said or core[-200:] in said):
-            return node
-    tail = set(main[-1].keys[-4:])
-    goes_on = len(tail & set(root.keys)) >= 2 and root.keys[:1] != main[-1].keys[:1]
-    return main[-1] if goes_on else None
-
-
-def _same_system(one: Node, other: Node) -> bool:
-    return system_words(one) == system_words(other)
 
 
 _CLIENT_TIMEOUT = 20.0

@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary
 
 import pier
 from pier.errors import PierError
-from pier.record.reader import RecordingTooLarge
 from pier.trial.result import captured
 
 P = ParamSpec("P")
@@ -38,6 +37,8 @@ _lock = threading.Lock()
 async def read_back(read: Callable[..., R], *args: Any, **kwargs: Any) -> R:
     """Call a function that reads a recording of up to `most` bytes: in a thread if that takes little memory, else in
     a limited process. `MemoryError` as `run_bounded` has it."""
+    from pier.record.reader import RecordingTooLarge
+
     try:
         return await asyncio.to_thread(read, *args, **kwargs, most=SMALL)
     except RecordingTooLarge:
@@ -46,6 +47,8 @@ async def read_back(read: Callable[..., R], *args: Any, **kwargs: Any) -> R:
 
 def read_back_now(read: Callable[..., R], path: Path, *args: Any) -> R:
     """The same without an event loop, for the recording at `path`. `RecordingTooLarge` instead of `MemoryError`."""
+    from pier.record.reader import RecordingTooLarge
+
     try:
         return read(path, *args, most=SMALL)
     except RecordingTooLarge:

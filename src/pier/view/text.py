@@ -71,7 +71,7 @@ _ANSI = re.compile(
     r"|\x1b[ -/]*[0-~]"
     r"|\x9b[0-?]*[ -/]*[@-~]"
 )
-_REWRITTEN = re.compile(r"[^\n]*\r(?!\n|\Z)")
+_REWRITTEN = re.compile(r"^[^\n]*\r(?!\n|\Z)", re.MULTILINE)
 _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 
 

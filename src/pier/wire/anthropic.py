@@ -12,30 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pier.wire.contract import (
-    REMOVED,
-    AnswerProgress,
-    BadRequest,
-    Dialect,
-    Route,
-    as_count,
-    compact,
-    error_text,
-    fresh_id,
-    join_results,
-    need_dict,
-    need_list,
-    need_str,
-    parse_arguments,
-    parse_parts,
-    read_sampling,
-    result_parts,
-    sign,
-    split_results,
-    unsign,
-    without,
-    write_sampling,
-)
+from pier.wire.contract import REMOVED, AnswerProgress, Dialect, Route
 from pier.wire.sse import EventParser, EventRenderer, sse
 from pier.wire.turn import (
     Delta,
@@ -62,6 +39,26 @@ from pier.wire.turn import (
     TurnEnd,
     TurnStart,
     Usage,
+)
+from pier.wire.values import (
+    BadRequest,
+    as_count,
+    compact,
+    error_text,
+    fresh_id,
+    join_results,
+    need_dict,
+    need_list,
+    need_str,
+    parse_arguments,
+    parse_parts,
+    read_sampling,
+    result_parts,
+    sign,
+    split_results,
+    unsign,
+    without,
+    write_sampling,
 )
 
 DEFAULT_MAX_TOKENS = 16_384

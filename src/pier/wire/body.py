@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from json.decoder import WHITESPACE, JSONDecoder  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any
 
-from pier.wire.contract import BadRequest, dump
+from pier.wire.values import BadRequest, dump
 
 ARRAYS = frozenset({"messages", "input", "contents", "tools", "system"})
 """The top-level arrays whose elements come again in the next call."""

@@ -14,29 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pier.wire.contract import (
-    REMOVED,
-    AnswerProgress,
-    BadRequest,
-    Dialect,
-    ParsedMessage,
-    Route,
-    as_count,
-    compact,
-    data_url,
-    error_text,
-    fresh_id,
-    gather_messages,
-    kind_of_status,
-    media_at,
-    need_dict,
-    need_str,
-    parse_parts,
-    read_sampling,
-    result_parts,
-    without,
-    write_sampling,
-)
+from pier.wire.contract import REMOVED, AnswerProgress, Dialect, Route
 from pier.wire.faults import error_in
 from pier.wire.sse import EventParser, EventRenderer, sse
 from pier.wire.turn import (
@@ -62,6 +40,25 @@ from pier.wire.turn import (
     TurnEnd,
     TurnStart,
     Usage,
+)
+from pier.wire.values import (
+    BadRequest,
+    ParsedMessage,
+    as_count,
+    compact,
+    data_url,
+    error_text,
+    fresh_id,
+    gather_messages,
+    kind_of_status,
+    media_at,
+    need_dict,
+    need_str,
+    parse_parts,
+    read_sampling,
+    result_parts,
+    without,
+    write_sampling,
 )
 
 STOPS: dict[str, StopReason] = {

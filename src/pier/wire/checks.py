@@ -12,9 +12,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pier.wire.contract import PARSE_ERRORS, REMOVED, BadRequest, Dialect
+from pier.wire.contract import REMOVED, Dialect
 from pier.wire.dialects import DIALECTS
 from pier.wire.turn import DialectName, Edit, Sampling
+from pier.wire.values import PARSE_ERRORS, BadRequest
 
 __all__ = ["REMOVED", "close_book", "is_closed", "offline", "prescribe"]
 

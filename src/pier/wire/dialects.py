@@ -9,10 +9,11 @@ from urllib.parse import parse_qsl
 
 from pier.wire.anthropic import Anthropic
 from pier.wire.chat import Chat
-from pier.wire.contract import BadRequest, BadResponse, Dialect, Route
+from pier.wire.contract import Dialect, Route
 from pier.wire.gemini import Gemini
 from pier.wire.responses import Responses
 from pier.wire.turn import DialectName
+from pier.wire.values import BadRequest, BadResponse
 
 __all__ = ["DIALECTS", "BadRequest", "BadResponse", "Dialect", "Route", "check_name", "recognise", "rollout_in"]
 

@@ -15,28 +15,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from pier.wire.chat import stream_error
-from pier.wire.contract import (
-    REMOVED,
-    AnswerProgress,
-    BadRequest,
-    BadResponse,
-    Dialect,
-    Route,
-    as_count,
-    compact,
-    dump,
-    error_text,
-    fresh_id,
-    join_results,
-    need_dict,
-    need_list,
-    need_str,
-    parse_arguments,
-    read_sampling,
-    split_results,
-    without,
-    write_sampling,
-)
+from pier.wire.contract import REMOVED, AnswerProgress, Dialect, Route
 from pier.wire.faults import error_in
 from pier.wire.sse import EventParser, EventRenderer, sse
 from pier.wire.turn import (
@@ -63,6 +42,24 @@ from pier.wire.turn import (
     TurnStart,
     Usage,
 )
+from pier.wire.values import (
+    BadRequest,
+    BadResponse,
+    as_count,
+    compact,
+    dump,
+    error_text,
+    fresh_id,
+    join_results,
+    need_dict,
+    need_list,
+    need_str,
+    parse_arguments,
+    read_sampling,
+    split_results,
+    without,
+    write_sampling,
+)
 
 _REFUSALS = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "IMAGE_SAFETY")
 STOPS: dict[str, StopReason] = {"STOP": "end", "MAX_TOKENS": "length", **dict.fromkeys(_REFUSALS, "refusal")}
@@ -81,7 +78,7 @@ _STATUSES: dict[ErrorKind, str] = {
     "context_length": "INVALID_ARGUMENT",
     "budget": "FAILED_PRECONDITION",
 }
-_METHODS = re.compile(r"(?:/v\d\w*)?(?:/.+)?/models/(.+):(generateContent|streamGenerateContent|countTokens)")
+_METHODS = ("generateContent", "streamGenerateContent", "countTokens")
 _FIELDS = ("contents", "systemInstruction", "tools", "toolConfig", "generationConfig", "model")
 _SAMPLING = {
     "max_tokens": "maxOutputTokens",
@@ -522,8 +519,9 @@ class Gemini(Dialect):
     file_places = ("contents", "systemInstruction", "system_instruction")
 
     def match(self, method: str, path: str, query: Mapping[str, str]) -> Route | None:
-        if method == "POST" and (found := _METHODS.fullmatch(path)):
-            model, verb = found.groups()
+        place, _, verb = path.rpartition(":")
+        model = place.rpartition("/models/")[2] if "/models/" in place else ""
+        if method == "POST" and model and verb in _METHODS:
             if verb == "countTokens":
                 return Route(self.name, "count_tokens", model=model)
             stream = verb == "streamGenerateContent"

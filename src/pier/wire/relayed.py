@@ -14,12 +14,13 @@ from json.decoder import JSONDecoder
 from typing import Any
 
 from pier.wire.body import Body
-from pier.wire.contract import AnswerProgress, compact, dump, need_dict, need_list, without
+from pier.wire.contract import AnswerProgress
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Failure, classify, error_in
 from pier.wire.sse import MalformedAnswer, data_of, events_of
 from pier.wire.translate import Memory
 from pier.wire.turn import DialectName, Usage
+from pier.wire.values import compact, dump, need_dict, need_list, without
 
 _scan = JSONDecoder().scan_once  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -25,31 +25,7 @@ from pier.wire.chat import (
     render_tool,
     render_usage,
 )
-from pier.wire.contract import (
-    REMOVED,
-    AnswerProgress,
-    BadRequest,
-    BadResponse,
-    Dialect,
-    ParsedMessage,
-    Route,
-    compact,
-    data_url,
-    error_text,
-    fresh_id,
-    gather_messages,
-    media_at,
-    need_dict,
-    need_str,
-    parse_data_url,
-    parse_parts,
-    read_sampling,
-    result_parts,
-    sign,
-    unsign,
-    without,
-    write_sampling,
-)
+from pier.wire.contract import REMOVED, AnswerProgress, Dialect, Route
 from pier.wire.sse import EventParser, EventRenderer, sse
 from pier.wire.turn import (
     Delta,
@@ -72,6 +48,27 @@ from pier.wire.turn import (
     TurnEnd,
     TurnStart,
     Usage,
+)
+from pier.wire.values import (
+    BadRequest,
+    BadResponse,
+    ParsedMessage,
+    compact,
+    data_url,
+    error_text,
+    fresh_id,
+    gather_messages,
+    media_at,
+    need_dict,
+    need_str,
+    parse_data_url,
+    parse_parts,
+    read_sampling,
+    result_parts,
+    sign,
+    unsign,
+    without,
+    write_sampling,
 )
 
 _SAMPLING = {"max_tokens": "max_output_tokens", **{name: name for name in ("temperature", "top_p", "top_logprobs")}}

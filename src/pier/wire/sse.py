@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pier.wire.contract import PARSE_ERRORS, BadRequest, BadResponse, Dialect, dump, type_error_in
+from pier.wire.contract import Dialect
 from pier.wire.turn import (
     Delta,
     ErrorKind,
@@ -31,6 +31,8 @@ from pier.wire.turn import (
     TurnStart,
     Usage,
 )
+from pier.wire.typed import type_error_in
+from pier.wire.values import PARSE_ERRORS, BadRequest, BadResponse, dump
 
 MAX_EVENT = 64 * 1024 * 1024
 SSE = "text/event-stream"

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
-from pier.wire.contract import PARSE_ERRORS, BadRequest, parse_arguments, unwrap_custom, wrap_custom
 from pier.wire.dialects import DIALECTS, Dialect
 from pier.wire.turn import (
     Delta,
@@ -41,6 +40,7 @@ from pier.wire.turn import (
     ToolResult,
     Turn,
 )
+from pier.wire.values import PARSE_ERRORS, BadRequest, parse_arguments, unwrap_custom, wrap_custom
 
 _GOOD_ID = re.compile(r"[A-Za-z0-9_-]{1,40}")
 
