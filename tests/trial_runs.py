@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from pier.task import Task, load_task
+from pier.trial.config import AgentConfig
 from pier.trial.result import TrialResult
 from pier.trial.run import run_trial
-from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec, open_services
+from pier.trial.spec import SandboxChoice, TrialServices, TrialSpec, open_services
 
 TOML = """\
 schema_version = "1.4"
@@ -54,10 +55,10 @@ class Bench:
         self.image = image
         self.count = 0
 
-    async def run(self, task: Task, agent: str | AgentChoice = "oracle", **spec: Any) -> TrialResult:
+    async def run(self, task: Task, agent: str | AgentConfig = "oracle", **spec: Any) -> TrialResult:
         self.count += 1
         directory = self.root / f"trial-{self.count}"
-        choice = AgentChoice(agent) if isinstance(agent, str) else agent
+        choice = AgentConfig(name=agent) if isinstance(agent, str) else agent
         spec.setdefault("sandbox", SandboxChoice(image=self.image))
         return await run_trial(TrialSpec(directory.name, task, directory, choice, **spec), self.services)
 

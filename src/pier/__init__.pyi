@@ -21,7 +21,6 @@ from pier.gateway import Policy as Policy
 from pier.gateway import Provider as Provider
 from pier.gateway import Replicas as Replicas
 from pier.gateway import Session as Session
-from pier.job.config import AgentConfig as AgentConfig
 from pier.job.config import DatasetConfig as DatasetConfig
 from pier.job.config import JobConfig as JobConfig
 from pier.job.view import JobView as JobView
@@ -46,6 +45,7 @@ from pier.sandbox.contract import SandboxSpec as SandboxSpec
 from pier.sandbox.opening import open_sandbox as _open_sandbox
 from pier.task import Task as Task
 from pier.task import load_task as load_task
+from pier.trial.config import AgentConfig as AgentConfig
 from pier.trial.result import TrialResult as TrialResult
 from pier.wire.turn import Request as Request
 from pier.wire.turn import Sampling as Sampling

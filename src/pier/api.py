@@ -86,11 +86,10 @@ class Job:
     ) -> Job:
         """A job of one agent, with the settings that most jobs need; a `JobConfig` has all of them. `tasks` are tasks,
         directories of tasks, or URL#PATH of a git repository."""
-        by = "import_path" if ":" in agent else "name"
         return cls(
             JobConfig(
                 datasets=[DatasetConfig(path=str(path)) for path in tasks],
-                agents=[AgentConfig.model_validate({by: agent, "model_name": model})],
+                agents=[AgentConfig(name=agent, model_name=model)],
                 environment=EnvironmentConfig(type=backend),
                 image=image,
                 n_attempts=n_attempts,

@@ -6,7 +6,7 @@ Built-in parts are given as `module:attribute` strings, so that listing names im
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -37,14 +37,19 @@ def find(kind: str, name: str, built_in: Mapping[str, str]) -> Any:
     for point in entry_points(group=f"pier.{kind}s"):
         if point.name == name:
             return point.load()
-    import difflib
-
     known = names(kind, built_in)
-    near = difflib.get_close_matches(name, known, n=1)
+    near = nearest(name, known)
     raise UsageError(
         f"unknown {kind} {name!r}; known: {', '.join(known)}",
-        hint=f"use {near[0]!r}" if near else f"give your own {kind} as module:Class",
+        hint=f"use {near!r}" if near else f"give your own {kind} as module:Class",
     )
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant."""
+    import difflib
+
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
 
 
 def names(kind: str, built_in: Mapping[str, str]) -> list[str]:

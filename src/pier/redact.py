@@ -8,20 +8,20 @@ if that is broken into lines; and each line of one that has several, which an in
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
 import re
 import stat
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, quote_plus
 
 from pier.secret import is_never_secret, looks_random
+from pier.secret_forms import WRAPPED_LEAST, Secret, compile_secret, forms_of
 from pier.tree import Entry, Tree
 
 REDACTED = "[REDACTED]"
@@ -35,35 +35,19 @@ _LINE = 16
 """A shorter line of a secret that has several is not looked for without the others."""
 _MOST_KNOWN = 4096
 _DEEPEST = 64
-_ESCAPES = 8
-_PLAIN = re.compile(r"[A-Za-z0-9._-]+")
-"""Characters that stand for themselves in every encoding."""
-_WRAPPED_LEAST, _WRAPPED_MOST = 48, 128
+_PART = 4
+"""How much of a core is looked up in short texts."""
+_WRAPPED_MOST = 128
 """How long the lines of wrapped base64 may be."""
 _WRAP = rb"(?:\r?\n|\\{1,8}(?:r\\{1,8})?n)[ \t]{0,16}"
 _WRAPS = (re.compile(_WRAP), re.compile(_WRAP + rb"\+"))
 _ENCODED = rb"[A-Za-z0-9+/_-]"
-_LINE_OF_IT = rb"(?:%b{%d,}+|(?<=%b)%b*+)" % (_ENCODED, _WRAPPED_LEAST, re.escape(_MARK), _ENCODED)
+_LINE_OF_IT = rb"(?:%b{%d,}+|(?<=%b)%b*+)" % (_ENCODED, WRAPPED_LEAST, re.escape(_MARK), _ENCODED)
 _WRAPPED = re.compile(rb"(?<!%b)(?:%b%b)+%b+" % (_ENCODED, _LINE_OF_IT, _WRAP, _ENCODED))
 _WRAPPED_END = re.compile(rb"%b(?:%b\+?|\r)?\Z" % (_LINE_OF_IT, _WRAP))
 """Base64 in lines, as `base64` and MIME write it; in a diff, each begins with one more plus."""
 _TOKEN_FIELDS = ("logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs", "logprobsResult")
 """Fields that spell a text once more, token by token."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Secret:
-    """One secret: texts of which each of its forms has one, a pattern for all of them, and the size of the largest."""
-
-    cores: tuple[bytes, ...]
-    pattern: re.Pattern[bytes]
-    longest: int
-
-    def may_be_in(self, data: bytes) -> bool:
-        return any(core in data for core in self.cores)
-
-    def find(self, data: bytes) -> Iterable[re.Match[bytes]]:
-        return self.pattern.finditer(data) if self.may_be_in(data) else ()
 
 
 class Redactor:
@@ -74,11 +58,14 @@ class Redactor:
         lines = {line.strip() for secret in given if "\n" in secret for line in secret.splitlines()}
         random = {line for line in lines if len(line) >= _LINE and looks_random(line)}
         wanted = {secret for secret in (*given, *random) if not is_never_secret(secret)}
-        self._secrets = [_compile(secret) for secret in sorted(wanted, key=lambda secret: (-len(secret), secret))]
-        forms = {form for secret in wanted for form in _forms(secret)}
-        self._begins = {form[:size] for form in forms if len(form) <= _LONG for size in range(1, len(form))}
+        self._secrets = [compile_secret(secret) for secret in sorted(wanted, key=lambda secret: (-len(secret), secret))]
+        forms = {form for secret in wanted for form in forms_of(secret)}
+        self._begins = {form[:size] for form in forms for size in range(1, min(len(form), _LONG + 1))}
         self._long = [form for form in forms if len(form) > _LONG]
         self._known: dict[str, int] = {}
+        self._shortest = min(map(len, wanted), default=0)
+        self._parts = _parts(self._secrets)
+        self._cores = sum(len(secret.cores) for secret in self._secrets)
         self.longest = max((secret.longest for secret in self._secrets), default=0)
         self.has_lines = any("\n" in secret for secret in wanted)
         """Whether a secret has several lines, as private keys do."""
@@ -89,7 +76,7 @@ class Redactor:
     def data(self, data: bytes) -> bytes:
         if not self._secrets:
             return data
-        near = [secret for secret in self._secrets if secret.may_be_in(data)]
+        near = self._near(data)
         for secret in near:
             data = secret.pattern.sub(_MARK, data)
 
@@ -103,6 +90,19 @@ class Redactor:
             return block[0]
 
         return _WRAPPED.sub(clean, data) if near else data
+
+    def _near(self, data: bytes) -> list[Secret]:
+        """The secrets that may be in `data`. In a short text it takes less time to look up each part of the text than
+        to look for each core."""
+        if len(data) < self._shortest:
+            return []
+        if len(data) > self._cores:
+            return [secret for secret in self._secrets if secret.may_be_in(data)]
+        found = set(self._parts.get(0, {}).get(b"", ()))
+        for size, parts in self._parts.items():
+            for part in parts.keys() & {data[at : at + size] for at in range(len(data) - size + 1)}:
+                found.update(parts[part])
+        return [secret for number in sorted(found) if (secret := self._secrets[number]).may_be_in(data)]
 
     def text(self, text: str) -> str:
         """`text` without secrets, and without what cannot be written as UTF-8: names of files need not be text."""
@@ -121,15 +121,17 @@ class Redactor:
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Where secrets stand in a text, in order and without overlaps."""
+        if len(text) * 4 < self._shortest:
+            return []
         data, spans = text.encode(errors="surrogatepass"), list[tuple[int, int]]()
-        found = (found.span() for secret in self._secrets for found in secret.find(data))
+        if not (near := self._near(data)):
+            return spans
+        found = (found.span() for secret in near for found in secret.pattern.finditer(data))
         for start, end in sorted(found):
             if spans and start < spans[-1][1]:
                 start, end = spans[-1][0], max(end, spans.pop()[1])
             spans.append((start, end))
-        if text.isascii():
-            return spans
-        return [tuple(len(data[:at].decode(errors="surrogatepass")) for at in span) for span in spans]  # type: ignore
+        return spans if text.isascii() else _in_characters(data, spans)
 
     def begun(self, text: str) -> int:
         """How many characters at the end of a text may be the beginning of a secret."""
@@ -138,7 +140,7 @@ class Redactor:
             known = max(
                 (size for size in range(min(len(text), _LONG), 0, -1) if text[-size:] in self._begins), default=0
             )
-            known = max((known, *(_overlap(text, form) for form in self._long)))
+            known = max((known, *(_overlap(text, form) for form in self._long if len(text) > _LONG)))
             if len(self._known) < _MOST_KNOWN and len(text) < _LONG:
                 self._known[text] = known
         return known
@@ -198,80 +200,32 @@ def _unused(path: Path) -> Path:
     return next(each for each in itertools.chain((path,), more) if not os.path.lexists(each))
 
 
-def _compile(secret: str) -> _Secret:
-    """What finds a secret. The cores are looked for first, which is many times as fast as the pattern."""
-    escaped = [_character(character) for character in secret]
-    patterns = ["".join(pattern for pattern, _ in escaped)]
-    longest = sum(size for _, size in escaped)
-    cores = [max(_PLAIN.findall(secret), key=len, default="")]
-    for form in _base64(secret):
-        escaped = [_character(character) for character in form]
-        swapped = ({"+": "-|", "/": "_|"}.get(character, "") for character in form)
-        patterns.append("".join(f"(?:{swap}{pattern})" for swap, (pattern, _) in zip(swapped, escaped, strict=True)))
-        longest = max(longest, sum(size for _, size in escaped))
-        half = min(len(form) // 2, _WRAPPED_LEAST // 2)  # a line ends in one of two halves at most
-        halves = (form[:half], form[half : 2 * half])
-        cores += [max(re.findall(r"[A-Za-z0-9]+", part), key=len, default="") for part in halves]
-    others = _others(secret)
-    longest = max(longest, *map(len, others))
-    pattern = b"|".join(("|".join(patterns).encode(), *map(re.escape, others)))
-    sure = {*(core.encode() for core in cores), *others[:2], others[2][:-1], others[3][1:]}  # ASCII has one UTF-16 core
-    return _Secret(tuple(sure), re.compile(pattern), longest)
-
-
-def _others(secret: str) -> list[bytes]:
-    """A secret as hex and as UTF-16."""
-    digits = secret.encode(errors="surrogatepass").hex().encode()
-    return [digits, digits.upper(), *(secret.encode(f"utf-16-{end}", errors="surrogatepass") for end in ("le", "be"))]
-
-
-_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"}
-
-
-def _character(character: str) -> tuple[str, int]:
-    """A pattern for one character of a secret in any encoding, and the most bytes that it may take."""
-    if _PLAIN.fullmatch(character):
-        return re.escape(character), 1
-    raw = character.encode(errors="surrogatepass")
-    units = character.encode("utf-16-be", errors="surrogatepass")
-    slashes = rf"\\{{0,{_ESCAPES}}}"
-    unicode = "".join(rf"\\{{1,{_ESCAPES}}}u(?i:{units[i : i + 2].hex()})" for i in range(0, len(units), 2))
-    percent = "".join(f"%(?:25)?(?i:{byte:02x})" for byte in raw)
-    found = [slashes + re.escape(character), unicode, percent]
-    if (entity := _ENTITIES.get(character)) is not None:
-        found.append(f"(?:{re.escape(entity)}|&#0?{ord(character)};)")
-    short = {"\n": "n", "\t": "t", "\r": "r"}.get(character)
-    found += [rf"\\{{1,{_ESCAPES}}}{short}"] if short else [r"\+"] if character == " " else []
-    size = max(_ESCAPES + len(raw), (_ESCAPES + 5) * len(units) // 2, 5 * len(raw))
-    return f"(?:{'|'.join(found)})", size
-
-
-def _base64(secret: str) -> Iterator[str]:
-    """What is the same in every base64 text that holds the secret, for each place where it may begin."""
-    raw = secret.encode(errors="surrogatepass")
-    for pad, skipped in enumerate((0, 2, 3)):
-        encoded = base64.b64encode(b"\0" * pad + raw).decode().rstrip("=")
-        partial = (pad + len(raw)) % 3 != 0
-        yield encoded[skipped : len(encoded) - partial]
-
-
-def _forms(secret: str) -> Iterator[str]:
-    """The forms in which a secret may be split over pieces."""
-    once = json.dumps(secret)[1:-1]
-    yield from (secret, quote(secret, safe=""), quote_plus(secret), once, json.dumps(once)[1:-1])
-    yield json.dumps(secret, ensure_ascii=False)[1:-1]
-    yield from (form.decode() for form in _others(secret)[:2])
-    for form in _base64(secret):
-        yield form
-        yield form.replace("+", "-").replace("/", "_")
+def _parts(secrets: list[Secret]) -> dict[int, dict[bytes, list[int]]]:
+    """One part of each core, by their sizes, and which secrets have it."""
+    found: dict[int, dict[bytes, list[int]]] = {}
+    for number, secret in enumerate(secrets):
+        for core in secret.cores:
+            part = core[:_PART]
+            found.setdefault(len(part), {}).setdefault(part, []).append(number)
+    return found
 
 
 def _overlap(text: str, form: str) -> int:
-    """How many characters at the end of a text a form begins with."""
-    at = text.find(form[0], max(0, len(text) - len(form) + 1))
+    """How many characters, more than `_LONG`, at the end of a text a form begins with."""
+    at = text.find(form[:_LONG], max(0, len(text) - len(form) + 1))
     while at >= 0 and not form.startswith(text[at:]):
-        at = text.find(form[0], at + 1)
+        at = text.find(form[:_LONG], at + 1)
     return len(text) - at if at >= 0 else 0
+
+
+def _in_characters(data: bytes, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans of a text's bytes as spans of its characters."""
+    places, last, count = list[int](), 0, 0
+    for place in itertools.chain.from_iterable(spans):
+        count += len(data[last:place].decode(errors="surrogatepass"))
+        last = place
+        places.append(count)
+    return list(zip(places[::2], places[1::2], strict=True))
 
 
 @dataclass(slots=True)
@@ -306,13 +260,18 @@ class _Line:
         return self.before + (value[1:-1] if isinstance(self.value, list) else value) + self.after
 
 
+_Texts = dict[tuple[object, ...], list[_Piece]]
+"""The texts of a line at each place."""
+
+
 @dataclass(slots=True)
 class StreamRedactor:
     """Removes secrets from bytes that come in pieces. Of the end, as much is held back as a secret may begin in.
 
     With `lines`, each line with a JSON object in it (as server-sent events and logs of agents have) is read: texts at
-    the same place of following lines are one text that may hold a secret. A line in which something was removed loses
-    its token ids and log-probs as well, since these spell the same text; with `drop_tokens`, every line does.
+    the same place of following lines, at most a mebibyte apart, are one text that may hold a secret. A line in which
+    something was removed loses its token ids and log-probs as well, since these spell the same text; with
+    `drop_tokens`, every line does.
     """
 
     redactor: Redactor
@@ -325,7 +284,9 @@ class StreamRedactor:
     _held: bytes = b""
     _rest: bytes = b""
     _waiting: list[_Line] = field(default_factory=list)
-    _open: dict[tuple[object, ...], list[_Piece]] = field(default_factory=dict)
+    _waits: int = 0
+    """Their size."""
+    _open: _Texts = field(default_factory=dict)
 
     def feed(self, data: bytes) -> bytes:
         if self.is_whole:
@@ -335,9 +296,14 @@ class StreamRedactor:
         if self.lines and not self.redactor.has_lines and not self._ends_wrapped(data):
             return self._read(data)
         clean = self._cut(data)
-        keep = min(len(clean), self.redactor.longest + _WRAPPED_MOST)
+        keep = min(len(clean), self._reach)
         self._held = clean[len(clean) - keep :]
         return self._read(clean[: len(clean) - keep])
+
+    @property
+    def _reach(self) -> int:
+        """How far before its end a secret may begin, with the start of the line of base64 that it stands in."""
+        return self.redactor.longest + _WRAPPED_MOST
 
     def _ends_wrapped(self, data: bytes) -> bool:
         """Whether the next line may go on with base64 that began in this one."""
@@ -350,7 +316,7 @@ class StreamRedactor:
         if self._rest:
             self._take(self._cut(self._rest))
         out += b"".join(line.render() for line in self._waiting)
-        self._held, self._rest, self._waiting, self._open = b"", b"", [], {}
+        self._held, self._rest, self._waiting, self._open, self._waits = b"", b"", [], {}, 0
         return out
 
     def _cut(self, data: bytes) -> bytes:
@@ -361,7 +327,13 @@ class StreamRedactor:
     def _read(self, data: bytes) -> bytes:
         if not self.lines:
             return data
-        *whole, self._rest = self._cut(self._rest + data).splitlines(keepends=True) or [b""]
+        seen = max(0, len(self._rest) - self._reach)  # no secret that ends in `data` begins before
+        clean, head = self._cut(self._rest[seen:] + data), self._rest[:seen]
+        *whole, self._rest = clean.splitlines(keepends=True) or [b""]
+        if whole:
+            whole[0] = head + whole[0]
+        else:
+            self._rest = head + self._rest
         if self._rest.endswith(b"\n"):
             whole, self._rest = [*whole, self._rest], b""
         elif len(self._rest) > _LONGEST_LINE:
@@ -369,8 +341,13 @@ class StreamRedactor:
             whole, self._rest = [*whole, self._rest[:cut]], self._rest[cut:]
         for line in whole:
             self._take(line)
-        ready = next((place for place, line in enumerate(self._waiting) if line.waits), len(self._waiting))
+        self._waits += sum(map(len, whole))
+        if self._waits > _CHUNK:
+            self._open.clear()
+        waits = (place for place, line in enumerate(self._waiting) if line.waits)
+        ready = next(waits, len(self._waiting)) if self._open else len(self._waiting)
         out = b"".join(line.render() for line in self._waiting[:ready])
+        self._waits -= sum(len(line.raw) for line in self._waiting[:ready])
         del self._waiting[:ready]
         return out
 
@@ -381,18 +358,18 @@ class StreamRedactor:
         marked, escaped = self.drop_tokens or _MARK in raw, b"\\" in raw
         if start < 0 or end <= start or not (marked or escaped or self._open or self._begins(raw)):
             return
-        texts: list[_Text] = []
+        texts: _Texts = {}
         try:
             line.value = _parse(raw[start:end])
-            _find_texts(line.value, (), 0, texts)
+            _find_texts(line, line.value, (), 0, texts)
         except (ValueError, RecursionError):
             return
         line.before, line.after = raw[:start], raw[end:]
         if marked:
             line.changed = without_tokens(line.value) != line.value
-        for place, text, parent, key in texts:
-            if escaped or self.redactor.begun(text) or (self._open and place in self._open):
-                self._join(place, _Piece(line, text, parent, key))
+        for place, pieces in texts.items():
+            if escaped or len(pieces) > 1 or self.redactor.begun(pieces[0].text) or place in self._open:
+                self._join(place, pieces)
 
     def _begins(self, raw: bytes) -> bool:
         """Whether a secret may have begun in a text of a JSON line without escapes. This spares reading most lines."""
@@ -400,60 +377,77 @@ class StreamRedactor:
         values = (text for text, after in zip(parts[1::2], parts[2::2], strict=False) if after[:1] != ":")
         return any(map(self.redactor.begun, values))
 
-    def _join(self, place: tuple[object, ...], piece: _Piece) -> None:
-        """Look at a text together with what came before it at the same place."""
-        pieces = [*self._open.pop(place, ()), piece]
-        for each in pieces[:-1]:
-            each.line.waits -= 1
-        for start, end in reversed(self.redactor.spans("".join(each.text for each in pieces))):
+    def _join(self, place: tuple[object, ...], pieces: list[_Piece]) -> None:
+        """Look at the texts of a line together with what came before them at the same place."""
+        if place in self._open:
+            before = self._open.pop(place)
+            for each in before:
+                each.line.waits -= 1
+            pieces = before + pieces
+        text = "".join([each.text for each in pieces]) if len(pieces) > 1 else pieces[0].text
+        if spans := self.redactor.spans(text):
             self.found = True
-            _replace(pieces, start, end)
-        begun, kept = self.redactor.begun("".join(each.text for each in pieces)), list[_Piece]()
+            _replace(pieces, spans)
+            text = "".join([each.text for each in pieces])
+        if (begun := self.redactor.begun(text)) == 0:
+            return
+        kept = list[_Piece]()
         while begun > 0:
             kept.insert(0, pieces.pop())
             begun -= len(kept[0].text)
         for each in kept:
             each.line.waits += 1
-        if kept:
-            self._open[place] = kept
+        self._open[place] = kept
+
+
+_DECODE = json.JSONDecoder().decode
 
 
 def _parse(data: bytes) -> Any:
     """A JSON object, or several with commas between them as a list."""
+    text = data.decode(errors="surrogatepass")
     try:
-        return json.loads(data)
+        return _DECODE(text)
     except ValueError:
-        return json.loads(b"[" + data + b"]")
+        return _DECODE(f"[{text}]")
 
 
-def _replace(pieces: list[_Piece], start: int, end: int) -> None:
-    """Replace a part of the text that the pieces make up."""
-    at, mark = 0, REDACTED
+def _replace(pieces: list[_Piece], spans: list[tuple[int, int]]) -> None:
+    """Replace parts of the text that the pieces make up. The mark stands in the piece in which a part begins."""
+    left, at = deque(spans), 0
     for piece in pieces:
-        first, last = max(start - at, 0), min(end - at, len(piece.text))
-        at += len(piece.text)
-        if first < last:
-            piece.set(piece.text[:first] + mark + piece.text[last:])
-            mark = ""
+        text, begin, at = piece.text, at, at + len(piece.text)
+        out, done = "", begin
+        while left and left[0][0] < at:
+            start, end = left[0]
+            if start >= begin:
+                out += text[done - begin : start - begin] + REDACTED
+            done = min(end, at)
+            if end > at:
+                break
+            left.popleft()
+        if done > begin:
+            piece.set(out + text[done - begin :])
 
 
-_Text = tuple[tuple[object, ...], str, Any, object]
+_SCALAR = (str, int, type(None))
 
 
-def _find_texts(value: Any, place: tuple[object, ...], depth: int, found: list[_Text]) -> None:
-    """Add all texts of a JSON value: where they are, but for their places in lists, and what they stand in. A value
-    that is nested too deep is a `ValueError`."""
+def _find_texts(line: _Line, value: Any, place: tuple[object, ...], depth: int, found: _Texts) -> None:
+    """Add all texts of a JSON value by where they are, but for their places in lists. A value that is nested too deep
+    is a `ValueError`."""
     if depth > _DEEPEST:
         raise ValueError("nested too deep")
     is_dict = isinstance(value, dict)
     if is_dict:
-        place = (place, value.get("type"), value.get("index"), value.get("output_index"))
-        place = place if all(isinstance(told, str | int | None) for told in place[1:]) else place[:1]
+        kind, index, output = value.get("type"), value.get("index"), value.get("output_index")
+        is_plain = isinstance(kind, _SCALAR) and isinstance(index, _SCALAR) and isinstance(output, _SCALAR)
+        place = (place, kind, index, output) if is_plain else (place,)
     for key, each in value.items() if is_dict else enumerate(value):
         if isinstance(each, str):
-            found.append(((place, key) if is_dict else place, each, value, key))
-        elif isinstance(each, dict | list):
-            _find_texts(each, (place, key) if is_dict else place, depth + 1, found)
+            found.setdefault((place, key) if is_dict else place, []).append(_Piece(line, each, value, key))
+        elif isinstance(each, (dict, list)):
+            _find_texts(line, each, (place, key) if is_dict else place, depth + 1, found)
 
 
 def without_tokens(value: Any) -> Any:

@@ -51,7 +51,8 @@ _PASSPHRASE = re.compile(r"[A-Za-z]+(?:[-_][A-Za-z]+){3,}")
 _CONSONANTS = re.compile(r"[^aeiouy]{6}")
 
 FORMS: dict[str, str] = {
-    "private key": r"-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----.{0,16384}?-----END [A-Z ]{0,20}PRIVATE KEY-----",
+    "private key": r"-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----(?:[^-]|-(?!----BEGIN )){0,16384}?"
+    r"-----END [A-Z ]{0,20}PRIVATE KEY-----",
     "Anthropic key": r"\bsk-ant-[A-Za-z0-9_-]{16,}",
     "OpenAI key": r"\bsk-(?!ant-)(?:[a-z]{2,10}-)?[A-Za-z0-9_-]{20,}",
     "API key": r"\b(?:pk|rk)-(?:[a-z]+-){0,3}[A-Za-z0-9_-]{20,}",

@@ -16,7 +16,7 @@ from pier.image.model import HOST, Image
 from pier.lease import Lease
 from pier.sandbox.contract import Sandbox, SandboxSpec
 from pier.sandbox.local import LocalBackend
-from pier.trial.spec import AgentChoice
+from pier.trial.config import AgentConfig
 from tests.trial_runs import Bench, open_bench, write_task
 
 
@@ -87,11 +87,11 @@ async def test_one_that_reads_nothing_is_still_stopped(sandbox: Sandbox) -> None
 
 async def test_logs_that_cannot_be_kept_are_a_warning(bench: Bench, tmp_path: Path) -> None:
     task = write_task(tmp_path / "t")
-    result = await bench.run(task, AgentChoice(f"{__name__}:Logger"))
+    result = await bench.run(task, AgentConfig(name=f"{__name__}:Logger"))
     assert (bench.last / "agent" / "kept" / "log").read_text() == "said\n"
     assert result.pier is not None and result.exception_info is None
     assert not any("could not be kept" in warning for warning in result.pier.warnings)
-    result = await bench.run(task, AgentChoice(f"{__name__}:Blocker"))
+    result = await bench.run(task, AgentConfig(name=f"{__name__}:Blocker"))
     assert result.pier is not None and result.exception_info is None
     assert any("logs of blocker" in warning for warning in result.pier.warnings)
     assert "logs of blocker" in (bench.last / "trial.log").read_text()

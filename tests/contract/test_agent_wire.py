@@ -12,8 +12,8 @@ import yaml
 
 from pier.agent.command import CommandAgent
 from pier.gateway.server import Gateway
+from pier.trial.config import AgentConfig
 from pier.trial.result import TrialResult
-from pier.trial.spec import AgentChoice
 from tests.agent_rig import PACKS, need_pack
 from tests.trial_runs import Bench, open_bench, write_task
 
@@ -54,7 +54,7 @@ async def run(bench: Bench, root: Path, turns: Any, calls: int, code: int = 0, *
     script.write_text(yaml.safe_dump(turns))
     task = write_task(root / "task")
     options = {"command": ["python3", "-c", CALL, str(calls), str(code), *words]}
-    return await bench.run(task, AgentChoice(f"{__name__}:Caller", f"script:{script}", options=options))
+    return await bench.run(task, AgentConfig(name=f"{__name__}:Caller", model_name=f"script:{script}", kwargs=options))
 
 
 def told(result: TrialResult) -> tuple[str | None, str | None, bool | None]:
@@ -116,5 +116,5 @@ async def test_a_real_agent_that_exits_with_0_on_a_dead_provider(
     monkeypatch.setenv("PIER_PACKS", str(PACKS))
     script = tmp_path / "script.yaml"
     script.write_text(yaml.safe_dump([{"error": {"status": 401}}] * 8))
-    result = await bench.run(write_task(tmp_path / "task"), AgentChoice("pi", f"script:{script}"))
+    result = await bench.run(write_task(tmp_path / "task"), AgentConfig(name="pi", model_name=f"script:{script}"))
     assert told(result) == ("provider_error", "provider", False)

@@ -11,8 +11,9 @@ import pytest
 from pier.image.importing import import_image
 from pier.image.store import ImageStore
 from pier.network.policy import NetworkPolicy
+from pier.trial.config import AgentConfig
 from pier.trial.images import ImageRequest
-from pier.trial.spec import AgentChoice, open_services
+from pier.trial.spec import open_services
 from tests.busybox import busybox_image
 from tests.trial_runs import TOML, open_bench, write_task
 
@@ -26,7 +27,7 @@ async def test_decisions_and_refusals_of_a_trial(tmp_path: Path) -> None:
     task = write_task(tmp_path / "t", toml=toml)
     attempts = "getent hosts refused.invalid; getent hosts refused.invalid; touch /app/done"
     async with open_bench(tmp_path / "trials", {"PATH": os.environ["PATH"]}) as bench:
-        result = await bench.run(task, AgentChoice("command", options={"command": attempts}))
+        result = await bench.run(task, AgentConfig(name="command", kwargs={"command": attempts}))
     rows = [json.loads(row) for row in (bench.last / "network.jsonl").read_text().splitlines()]
     assert rows[0]["kind"] == "probe" and rows[0]["allowed"]
     assert [row for row in rows if row.get("name") == "refused.invalid" and not row["allowed"]]
@@ -39,8 +40,8 @@ async def test_attempts_without_a_network_are_summed_up(tmp_path: Path) -> None:
     task = write_task(tmp_path / "t")
     tries = "python3 -c \"import socket; [socket.socket().connect_ex(('192.0.2.7', 80)) for _ in range(3)]\""
     async with open_bench(tmp_path / "trials", {"PATH": os.environ["PATH"]}) as bench:
-        result = await bench.run(task, AgentChoice("command", options={"command": tries}))
-        quiet = await bench.run(task, AgentChoice("command", options={"command": "true"}))
+        result = await bench.run(task, AgentConfig(name="command", kwargs={"command": tries}))
+        quiet = await bench.run(task, AgentConfig(name="command", kwargs={"command": "true"}))
     assert result.pier is not None and result.pier.network_refused == {"tcp 192.0.2.7:80": 3}
     assert quiet.pier is not None and quiet.pier.network_refused == {}
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from pier.network.policy import NONE, NetworkPolicy
-from pier.sandbox.contract import Limits
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.task import load_task
 from pier.task.model import Artifact
 from pier.trial.check import prove
+from pier.trial.config import AgentConfig, EnvironmentConfig, VerifierConfig
 from pier.trial.result import TrialResult, read_result
 from pier.trial.run import run_trial
-from pier.trial.spec import AgentChoice, SandboxChoice, TrialSpec, VerifierChoice
+from pier.trial.spec import SandboxChoice, TrialSpec
 from tests.trial_runs import ON_HOST, PASS, TOML, Bench, kinds, open_bench, write_task
 
 pytestmark = [pytest.mark.plain, pytest.mark.skipif(not os.path.exists("/proc/self/ns/user"), reason="no namespaces")]
@@ -62,7 +62,7 @@ async def test_the_files_of_a_trial(bench: Bench, tmp_path: Path) -> None:
     phases: list[str] = []
     task = write_task(tmp_path / "t", solve="echo solved; touch /app/done")
     job_id = "00000000-0000-4000-8000-000000000000"
-    spec = TrialSpec("one", task, tmp_path / "one", AgentChoice("oracle"), sandbox=ON_HOST, job_id=job_id)
+    spec = TrialSpec("one", task, tmp_path / "one", AgentConfig(name="oracle"), sandbox=ON_HOST, job_id=job_id)
     result = await run_trial(spec, bench.services, phases.append)
     assert phases == ["prepare", "start", "health", "setup", "agent", "collect", "verify", "seal"]
     assert rewards(result) == 1
@@ -83,7 +83,7 @@ async def test_a_trial_that_is_not_recorded_writes_no_more_than_its_verifier_nee
 ) -> None:
     for path in sorted(EXAMPLES.iterdir()):
         place, task = tmp_path / "unrecorded" / path.name, load_task(path)
-        spec = TrialSpec(path.name, task, place, AgentChoice("oracle"), sandbox=ON_HOST, recorded=False)
+        spec = TrialSpec(path.name, task, place, AgentConfig(name="oracle"), sandbox=ON_HOST, recorded=False)
         assert rewards(await run_trial(spec, bench.services)) == 1, path.name
         kept = [entry.relative_to(place).parts for entry in place.rglob("*") if entry.is_file()]
         assert all("artifacts" in parts for parts in kept), kept
@@ -92,7 +92,7 @@ async def test_a_trial_that_is_not_recorded_writes_no_more_than_its_verifier_nee
 
 async def test_an_agents_time_is_limited_and_the_trial_still_graded(bench: Bench, tmp_path: Path) -> None:
     task = write_task(tmp_path / "t", toml=TOML.replace("timeout_sec = 120\n[verifier]", "timeout_sec = 1\n[verifier]"))
-    agent = AgentChoice("command", options={"command": "touch /app/done; sleep 600 & sleep 600"})
+    agent = AgentConfig(name="command", kwargs={"command": "touch /app/done; sleep 600 & sleep 600"})
     result = await bench.run(task, agent)
     assert rewards(result) == 1
     assert result.exception_info is not None
@@ -102,7 +102,9 @@ async def test_an_agents_time_is_limited_and_the_trial_still_graded(bench: Bench
 
 async def test_an_agent_that_fails_is_still_graded(bench: Bench, tmp_path: Path) -> None:
     task = write_task(tmp_path / "t")
-    result = await bench.run(task, AgentChoice("command", options={"command": "touch /app/done; echo why >&2; exit 3"}))
+    result = await bench.run(
+        task, AgentConfig(name="command", kwargs={"command": "touch /app/done; echo why >&2; exit 3"})
+    )
     assert rewards(result) == 1
     assert result.exception_info is not None and "exit code 3" in result.exception_info.exception_message
     assert (bench.last / "agent/command.txt").read_text() == "why\n"
@@ -116,7 +118,7 @@ async def test_the_command_agent(bench: Bench, tmp_path: Path) -> None:
     task = write_task(tmp_path / "t")
     script = tmp_path / "agent.sh"
     script.write_text("#!/bin/sh\ncat $PIER_INSTRUCTION_FILE; cat; touch /app/$1\n")
-    result = await bench.run(task, AgentChoice("command", options={"script": str(script), "command": "done"}))
+    result = await bench.run(task, AgentConfig(name="command", kwargs={"script": str(script), "command": "done"}))
     assert rewards(result) == 1
     assert (bench.last / "agent/command.txt").read_text() == "Do it.\nDo it.\n"
     tools = tmp_path / "tools" / "bin"
@@ -124,7 +126,7 @@ async def test_the_command_agent(bench: Bench, tmp_path: Path) -> None:
     (tools / "solver").write_text("#!/bin/sh\ntouch $2/done; echo $1\n")
     (tools / "solver").chmod(0o755)
     argv = ["solver", "{instruction}", "{workdir}"]
-    result = await bench.run(task, AgentChoice("command", options={"mount": str(tools.parent), "command": argv}))
+    result = await bench.run(task, AgentConfig(name="command", kwargs={"mount": str(tools.parent), "command": argv}))
     assert rewards(result) == 1
     assert (bench.last / "agent/command.txt").read_text() == "Do it.\n"
 
@@ -150,7 +152,7 @@ async def test_variables_users_and_working_directories(bench: Bench, tmp_path: P
     test += f'[ "$T" = {CANARY} ] && echo 1 > /logs/verifier/reward.txt\n'
     solve = 'echo "$FROM_TASK ${FOR_TESTS:-none} $FOR_SOLUTION $PWD"'
     task = write_task(tmp_path / "t", toml=toml, solve=solve, test=test)
-    result = await bench.run(task, verifier=VerifierChoice(env={"EXTRA": "4"}))
+    result = await bench.run(task, verifier=VerifierConfig(env={"EXTRA": "4"}))
     assert rewards(result) == 1
     assert (bench.last / "agent/oracle.txt").read_text() == "1 none 3 /some/place\n"
     assert (bench.last / "verifier/seen").read_text() == "1 two none 4 /some/place\n"
@@ -318,7 +320,7 @@ async def test_steps_share_a_sandbox_and_have_their_own_verdicts(bench: Bench, t
 
 async def test_limits_and_overrides(bench: Bench, tmp_path: Path) -> None:
     task = write_task(tmp_path / "t", toml=TOML + "cpus = 1\nmemory_mb = 512\nstorage_mb = 1000\n")
-    sandbox = SandboxChoice(image="host", limits=Limits(memory=256 << 20))
+    sandbox = SandboxChoice(image="host", settings=EnvironmentConfig(override_memory_mb=256))
     result = await bench.run(task, sandbox=sandbox, multipliers={"timeout_multiplier": 2.0})
     assert rewards(result) == 1
     assert result.config["environment"]["override_memory_mb"] == 256
@@ -333,8 +335,8 @@ async def test_secrets_are_in_no_file(bench: Bench, tmp_path: Path) -> None:
     solve += "mkdir -p /app/$N; touch /app/$N/conftest.py"
     test = PASS + "env > /logs/verifier/env; echo $TASK_TOKEN; echo $VERIFIER_SECRET\n"
     task = write_task(tmp_path / "t", toml=toml, solve=solve, test=test)
-    agent = AgentChoice("oracle", env={"AGENT_KEY": "second-canary-literal"})
-    verifier = VerifierChoice(env={"VERIFIER_SECRET": "third-canary-literal"})
+    agent = AgentConfig(name="oracle", env={"AGENT_KEY": "second-canary-literal"})
+    verifier = VerifierConfig(env={"VERIFIER_SECRET": "third-canary-literal"})
     result = await bench.run(task, agent, verifier=verifier, secrets=("fourth-canary-literal",))
     assert rewards(result) == 1
     files = [path for path in bench.last.rglob("*") if path.is_file()]
@@ -348,7 +350,7 @@ async def test_secrets_are_in_no_file(bench: Bench, tmp_path: Path) -> None:
 
 
 async def test_without_verification(bench: Bench, tmp_path: Path) -> None:
-    result = await bench.run(write_task(tmp_path / "t"), verifier=VerifierChoice(enabled=False))
+    result = await bench.run(write_task(tmp_path / "t"), verifier=VerifierConfig(disable=True))
     assert result.verifier_result is None and result.exception_info is None and result.integrity is None
 
 
@@ -371,13 +373,13 @@ async def test_a_cancelled_trial_leaves_no_result_and_no_sandbox(bench: Bench, t
 
 
 async def test_kept_processes(bench: Bench, tmp_path: Path) -> None:
-    solve = "touch /app/done; (setsid sleep 600 > /dev/null 2>&1 &)"
+    solve = "touch /app/done; setsid sleep 600 > /dev/null 2>&1 & until grep -qsx sleep /proc/[0-9]*/comm; do :; done"
     test = "#!/bin/bash\ngrep -qsx sleep /proc/[0-9]*/comm; echo $((! $?)) > /logs/verifier/reward.txt\n"
     task = write_task(tmp_path / "a", solve=solve, test=test)
     kept = await bench.run(task)
     assert rewards(kept) == 1 and kept.integrity is not None
     assert [note.detail.partition(", ")[2] for note in kept.integrity.notes] == ["user 0: sleep 600"]
-    asked = await bench.run(task, verifier=VerifierChoice(keep_processes=False))
+    asked = await bench.run(task, verifier=VerifierConfig(kill_processes=True))
     assert rewards(asked) == 0 and "processes" in kinds(asked)
     toml = TOML + "[metadata.pier]\nkeep_processes = false\n"
     assert rewards(await bench.run(write_task(tmp_path / "b", toml=toml, solve=solve, test=test))) == 0
@@ -430,7 +432,7 @@ async def test_what_the_agent_changed_is_kept_as_a_diff(bench: Bench, tmp_path: 
         "echo x > .git/x; echo x > node_modules/x; printf 'token %s' $SECRET_KEY > new.txt; printf 'a\\0b' > blob",
         "ln -s /etc/passwd link; echo out > /tmp/out; chmod 000 new.txt",
     ]
-    agent = AgentChoice("command", env={"SECRET_KEY": CANARY}, options={"command": "; ".join(lines)})
+    agent = AgentConfig(name="command", env={"SECRET_KEY": CANARY}, kwargs={"command": "; ".join(lines)})
     result = await bench.run(task, agent)
     assert rewards(result) == 1
     text = (bench.last / "changes.diff").read_text()
@@ -445,14 +447,14 @@ async def test_no_diff_is_kept_without_changes_or_of_the_solution(bench: Bench, 
     task = write_task(tmp_path / "task", environment__a="a")
     await bench.run(task, "oracle")
     assert not (bench.last / "changes.diff").exists()
-    await bench.run(task, AgentChoice("command", options={"command": "true"}))
+    await bench.run(task, AgentConfig(name="command", kwargs={"command": "true"}))
     assert not (bench.last / "changes.diff").exists()
 
 
 async def test_a_diff_has_limits(bench: Bench, tmp_path: Path) -> None:
     task = write_task(tmp_path / "task", environment__a="a\n" * 3000)
     script = "seq 9000 > a; head -c 300000 /dev/zero | tr '\\0' x > big; for n in $(seq 300); do echo $n > f$n; done"
-    await bench.run(task, AgentChoice("command", options={"command": script}))
+    await bench.run(task, AgentConfig(name="command", kwargs={"command": script}))
     text = (bench.last / "changes.diff").read_text()
     assert "@@ -1,3000 +1,9000 @@\n" in text and "Binary or large file app/big differs\n" in text
     assert text.endswith("# 102 more files changed\n")

@@ -257,6 +257,8 @@ def test_host_mode(task: Path, tmp_path: Path) -> None:
     ask("exec", "-d", "sleep", "1002", cwd=ws)
     ask("exec", "--stop", "2", cwd=ws)
     assert "exited 143" in ask("exec", "--list", cwd=ws)
+    ask("exec", "-d", "--", "sh", "-c", "kill -9 $PPID", cwd=ws)
+    assert "lost" in ask("exec", "--list", cwd=ws), "its shell was killed before it wrote an exit code"
     shutil.move(ws, tmp_path / "moved")
     assert Workspace.find(tmp_path / "moved").root == (tmp_path / "moved").resolve()
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pier.agent.contract import AgentRun, McpServer, find_agent
+from pier.agent.contract import AgentRun, find_agent
 from pier.sandbox.contract import Sandbox
+from pier.task.model import McpServerTable
 from pier.wire.turn import Request, Text, ToolCall, ToolResult, Turn, Usage
 from tests.agent_rig import DESK, FOUR, stage
 
@@ -72,7 +73,7 @@ async def start_server(sandbox: Sandbox) -> None:
     assert (await sandbox.exec(["bash", "-c", probe], timeout=120)).ok
 
 
-async def drive(name: str, model: Caller, server: McpServer, warnings: list[str] | None = None) -> None:
+async def drive(name: str, model: Caller, server: McpServerTable, warnings: list[str] | None = None) -> None:
     """Run the agent with an MCP server and a directory of skills, to a good end."""
     async with stage(name, model) as (sandbox, session):
         await sandbox.upload(SERVER, AT)
@@ -89,7 +90,7 @@ async def drive(name: str, model: Caller, server: McpServer, warnings: list[str]
 @pytest.mark.parametrize("name", (*FOUR, *OTHERS))
 async def test_a_tool_of_an_mcp_server_answers_and_skills_are_told(name: str) -> None:
     model = Caller()
-    await drive(name, model, McpServer("words", "stdio", command="python3", args=(AT,)))
+    await drive(name, model, McpServerTable(name="words", transport="stdio", command="python3", args=(AT,)))
     assert any("three two one" in answer for answer in model.answers), (model.offered, model.answers)
     assert "sorting-letters" in model.told
     assert name == "cline" or "by sender" in model.told, "Cline tells its model the names alone"
@@ -98,12 +99,14 @@ async def test_a_tool_of_an_mcp_server_answers_and_skills_are_told(name: str) ->
 @pytest.mark.parametrize("name", FOUR)
 async def test_a_tool_of_a_server_over_http_answers(name: str) -> None:
     model = Caller()
-    await drive(name, model, McpServer("words", "streamable-http", url=f"http://127.0.0.1:{PORT}/mcp"))
+    await drive(
+        name, model, McpServerTable(name="words", transport="streamable-http", url=f"http://127.0.0.1:{PORT}/mcp")
+    )
     assert any("three two one" in answer for answer in model.answers), (model.offered, model.answers)
 
 
 async def test_what_an_agent_has_no_notion_of_is_told() -> None:
     model, warnings = Caller(), []
-    await drive("pi", model, McpServer("words", "stdio", command="python3", args=(AT,)), warnings)
+    await drive("pi", model, McpServerTable(name="words", transport="stdio", command="python3", args=(AT,)), warnings)
     assert warnings == ["pi does not support MCP, so these servers are not offered to it: words"]
     assert "sorting-letters" in model.told

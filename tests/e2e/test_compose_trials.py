@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.trial.spec import AgentChoice, VerifierChoice
+from pier.trial.config import AgentConfig, VerifierConfig
 from tests.compose_tasks import IMAGE, TOML, compose_task, docker_bench, import_bash_image, network_log
 from tests.engine import Engine, engine, missing
 from tests.job_tasks import pier, rewards_of, trials_of
@@ -120,7 +120,7 @@ async def test_services_find_one_another_and_hold_the_policy(
         **{f"environment__{name.replace('/', '__')}": text for name, text in files.items()},
     )
     async with docker_bench(tmp_path / "trials") as bench:
-        result = await bench.run(task, AgentChoice("command", options={"command": LOOKS}))
+        result = await bench.run(task, AgentConfig(name="command", kwargs={"command": LOOKS}))
         trial = bench.last
     assert result.exception_info is None, result.exception_info
     assert result.rewards == {"reward": 1}
@@ -174,7 +174,7 @@ async def test_a_file_that_is_mounted_read_only_stays_as_it_is(
     test = "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"
     task = compose_task(tmp_path / "task", SEALED, test=test, **files)
     async with docker_bench(tmp_path / "trials") as bench:
-        result = await bench.run(task, AgentChoice("command", options={"command": BREAKS}))
+        result = await bench.run(task, AgentConfig(name="command", kwargs={"command": BREAKS}))
         trial = bench.last
     assert result.exception_info is None, result.exception_info
     seen = trial / "artifacts" / "logs" / "artifacts" / "seen"
@@ -261,12 +261,12 @@ async def test_what_main_runs_lives_while_it_is_graded(docker: Engine, tmp_path:
     test = "#!/bin/bash\nps | grep -c '[t]mp/beat' > /logs/verifier/reward.txt; true\n"
     async with docker_bench(tmp_path / "trials") as bench:
         result = await bench.run(
-            compose_task(tmp_path / "task", text, test=test), AgentChoice("command", options={"command": wait})
+            compose_task(tmp_path / "task", text, test=test), AgentConfig(name="command", kwargs={"command": wait})
         )
         killed = await bench.run(
             compose_task(tmp_path / "other", text, test=test),
-            AgentChoice("command", options={"command": wait}),
-            verifier=VerifierChoice(keep_processes=False),
+            AgentConfig(name="command", kwargs={"command": wait}),
+            verifier=VerifierConfig(kill_processes=True),
         )
     assert result.rewards == {"reward": 1}, result.exception_info
     assert killed.rewards == {"reward": 0}, killed.exception_info

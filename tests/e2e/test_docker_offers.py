@@ -16,6 +16,7 @@ from pier.image.model import Image
 from pier.lease import Lease
 from pier.sandbox import Limits, SandboxSpec, open_backend
 from pier.sandbox.conformance import CHECKS, verify
+from pier.trial.config import EnvironmentConfig
 from pier.trial.spec import SandboxChoice
 from tests.busybox import busybox_image
 from tests.compose_tasks import IMAGE, TOML, compose_task, docker_bench, import_bash_image
@@ -102,7 +103,9 @@ async def test_a_task_has_the_gpus_that_it_asks_for(gpus: Path, tmp_path: Path) 
         alone = await bench.run(write_task(tmp_path / "one", toml=toml, test=TEST), "nop")
         beside = await bench.run(compose_task(tmp_path / "two", compose, toml=TOML + "gpus = 1\n", test=TEST), "nop")
         without = await bench.run(
-            write_task(tmp_path / "three", toml=toml, test=TEST), "nop", sandbox=SandboxChoice("docker", gpus=0)
+            write_task(tmp_path / "three", toml=toml, test=TEST),
+            "nop",
+            sandbox=SandboxChoice(EnvironmentConfig(type="docker", override_gpus=0)),
         )
     assert [result.rewards for result in (alone, beside, without)] == [{"reward": 1}] * 3, beside.exception_info
     assert devices(gpus)[:2] == ["0", "0,1"] and sorted(devices(gpus)[2:]) == ["0", "all"]

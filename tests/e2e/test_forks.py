@@ -15,7 +15,7 @@ from pier.errors import UsageError
 from pier.gateway import Replicas
 from pier.rollout.forks import fork
 from pier.rollout.samples import broken_promises
-from pier.trial.spec import AgentChoice
+from pier.trial.config import AgentConfig
 from pier.wire.dialects import DIALECTS
 from pier.wire.turn import Request, Turn
 from tests.bash_agent import bash_agent
@@ -86,7 +86,7 @@ async def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
 async def test_branches_share_files_and_history(place: Any, tmp_path: Path) -> None:
     policy, options = place
     task = make_task(tmp_path / "task", test=TEST)
-    agent = AgentChoice("command", options={"script": bash_agent(tmp_path)})
+    agent = AgentConfig(name="command", kwargs={"script": bash_agent(tmp_path)})
     found = await fork(task, policy=policy, agent=agent, at=2, into=2, **options)
     assert (found.trunk.reward, found.trunk.termination_reason, found.trunk.turns) == (None, "forked", 2)
     (trunk,) = found.trunk.samples
@@ -110,7 +110,7 @@ async def test_a_server_that_fails_in_a_branch_is_no_zero(tmp_path: Path) -> Non
         return play(request)
 
     task = make_task(tmp_path / "task", test=TEST)
-    agent = AgentChoice("command", options={"script": bash_agent(tmp_path)})
+    agent = AgentConfig(name="command", kwargs={"script": bash_agent(tmp_path)})
     async with fake_provider(served(failing)) as server:
         found = await fork(task, policy=Replicas([server.url]), agent=agent, at=1, into=1, image="host")
     (branch,) = found.branches
@@ -127,7 +127,7 @@ async def test_a_server_may_take_longer_than_a_client_waits_by_default(
         await asyncio.sleep(0.6)
         return await behave(request, raw)
 
-    agent = AgentChoice("command", options={"script": bash_agent(tmp_path)})
+    agent = AgentConfig(name="command", kwargs={"script": bash_agent(tmp_path)})
     async with fake_provider(slow) as server:
         task = make_task(tmp_path / "task", test=TEST)
         found = await fork(task, policy=Replicas([server.url]), agent=agent, at=1, into=1, image="host")
@@ -136,6 +136,6 @@ async def test_a_server_may_take_longer_than_a_client_waits_by_default(
 
 async def test_an_agent_that_ends_too_early_cannot_be_forked(tmp_path: Path) -> None:
     task = make_task(tmp_path / "task")
-    agent = AgentChoice("command", options={"script": bash_agent(tmp_path)})
+    agent = AgentConfig(name="command", kwargs={"script": bash_agent(tmp_path)})
     with pytest.raises(UsageError, match="did not ask for a turn after turn 3"):
         await fork(task, policy=BytePolicy([says("done")]), agent=agent, at=3, into=2, image="host")

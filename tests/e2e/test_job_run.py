@@ -211,6 +211,20 @@ def test_grading_again_what_agents_left_behind(tmp_path: Path, is_root: bool) ->
 
 
 @pytest.mark.plain
+def test_states_of_images_without_gnu_tar_are_graded_again(tmp_path: Path) -> None:
+    import_busybox(tmp_path)
+    solve = "mkdir -pm 751 /tmp/x; echo hi > /tmp/x/y; chmod 751 /tmp/x/y; ln -s y /tmp/x/z; rm /bin/zcat"
+    check = 'test "$(cat /tmp/x/z)" = hi -a "$(stat -c %a /tmp/x /tmp/x/y | uniq)" = 751 -a ! -e /bin/zcat'
+    task = make_task(tmp_path / "tasks" / "one", solve=solve, test="echo 0 > /logs/verifier/reward.txt")
+    for path in (task / "solution/solve.sh", task / "tests/test.sh"):
+        path.write_text(path.read_text().replace("/bin/bash", "/bin/sh"))
+    pier("run", "-p", "tasks", "--keep-state", "--job-name", "j", cwd=tmp_path, image="test/busybox")
+    (task / "tests/test.sh").write_text(f"#!/bin/sh\n{check} && echo 1 > /logs/verifier/reward.txt\n")
+    pier("job", "regrade", "jobs/j", cwd=tmp_path)
+    assert rewards_of(tmp_path / "jobs" / "j-regrade") == [1.0]
+
+
+@pytest.mark.plain
 def test_equal_environments_are_built_once(tmp_path: Path) -> None:
     for name in ("one", "two"):
         task = make_task(tmp_path / "tasks" / name, test="cat /built && echo 1 > /logs/verifier/reward.txt")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pier.review.read import critiques_of, list_runs, read_analysis, read_critique, read_job_analysis
+from pier.review.read import critiques_of, list_runs, read_analysis, read_job_analysis
 from pier.review.rubric import load_rubric
 from tests.agent_rig import PACKS, ROOT, need_pack
 from tests.busybox import import_busybox
@@ -100,7 +100,7 @@ def test_real_agents_are_asked_again_until_their_evidence_exists(base: Path, age
                 "--name", agent, "--json", cwd=base, PIER_PACKS=str(PACKS))  # fmt: skip
     (run,) = json.loads(done.stdout)["runs"]
     assert (run["agent"], run["n_items"], run["n_failed"]) == (agent, 1, 0)
-    found = read_critique(base / "jobs" / "j", agent, name)
+    (found,) = (each for each in critiques_of(base / "jobs" / "j", name) if each.run == agent)
     assert found and (found.status, found.rating, found.tags) == ("completed", "good", ("clean",))
     assert [answer.outcome for answer in found.checks.values()] == ["pass"] * 3
     assert found.findings[0].evidence[0].place == "step 2"
@@ -198,7 +198,7 @@ def test_critics_work_in_containers(base: Path, tmp_path: Path) -> None:
         env = {"DOCKER_HOST": running.url, "ANTHROPIC_API_KEY": KEY}
         pier(*command, "--env", "docker", "--image", "test/busybox", cwd=base, **env)
         assert not running.containers()
-    found = read_critique(base / "jobs" / "j", "contained", name)
+    (found,) = (each for each in critiques_of(base / "jobs" / "j", name) if each.run == "contained")
     assert found and (found.status, found.rating) == ("completed", "good")
     (kept,) = (base / "jobs/j/.reviews/contained").glob("*/artifacts/logs/artifacts")
     assert not (kept / "reached").exists(), (kept / "reached").read_text()
@@ -246,7 +246,7 @@ def test_budgets_cost_and_a_trial_without_a_trajectory(base: Path, tmp_path: Pat
     done = pier(*command, "--max-turns", "1", "--name", "poor", cwd=base, code=1)
     assert "0 of 1 trials reviewed" in done.stdout
     pier(*command, "--name", "rich", cwd=base)
-    found = read_critique(base / "jobs" / "plain", "rich", trial.name)
+    (found,) = (each for each in critiques_of(base / "jobs" / "plain", trial.name) if each.run == "rich")
     assert found and found.rating == "good"
     used_up = json.loads((found.directory / "critique-metadata.json").read_text())["agent_result"]
     assert (used_up["n_input_tokens"], used_up["n_output_tokens"]) == (30, 15)

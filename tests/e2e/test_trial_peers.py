@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pier.task import load_task
+from pier.trial.config import AgentConfig
 from pier.trial.result import TrialResult, read_result
-from pier.trial.spec import AgentChoice
 from tests.trial_runs import TOML, open_bench, write_task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,9 @@ async def test_their_models_load_our_results(peer: str, tmp_path: Path) -> None:
         plain = write_task(tmp_path / "plain")
         await bench.run(plain)
         await bench.run(plain, "nop")
-        await bench.run(plain, AgentChoice("command", options={"command": "exit 3"}, env={"MY_KEY": "secret-value"}))
+        await bench.run(
+            plain, AgentConfig(name="command", kwargs={"command": "exit 3"}, env={"MY_KEY": "secret-value"})
+        )
         await bench.run(write_task(tmp_path / "steps", toml=steps, **more))
         await bench.run(write_task(tmp_path / "broken", test="#!/bin/bash\n"))
     trials = [str(tmp_path / f"trials/trial-{n}") for n in range(1, 6)]

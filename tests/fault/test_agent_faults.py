@@ -22,8 +22,8 @@ from pier.gateway.script import Script
 from pier.gateway.server import Gateway
 from pier.gateway.session import Policy, Session
 from pier.sandbox.contract import Process, Result, Sandbox
+from pier.trial.config import AgentConfig
 from pier.trial.result import TrialResult
-from pier.trial.spec import AgentChoice
 from pier.wire.turn import Delta, PartDelta, PartStart, Request, StreamError, Text, TurnStart
 from tests.agent_rig import DESK, FOUR, PACKS, need_pack, stage
 from tests.fault.test_gateway_upstreams import events
@@ -52,7 +52,7 @@ async def trial(name: str, model: Policy, root: Path, *, seconds: float = 240, *
     async with open_bench(root / "trials") as bench, gateway:
         bench.services = replace(bench.services, gateway=gateway)
         task = write_task(root / "task")
-        return await bench.run(task, AgentChoice(name, "m", timeout=seconds, **choice))
+        return await bench.run(task, AgentConfig(name=name, model_name="m", override_timeout_sec=seconds, **choice))
 
 
 def end_soon_after(patch: pytest.MonkeyPatch, reached: Callable[[], bool], seconds: float = 3) -> None:
@@ -245,6 +245,6 @@ async def test_a_provider_that_fails_leaves_no_reward(
             good = "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"
             task = write_task(tmp_path / "task", test=good)
             end_soon_after(monkeypatch, lambda: len(fake.asked) > 3)
-            result = await bench.run(task, AgentChoice(name, "m", timeout=240))
+            result = await bench.run(task, AgentConfig(name=name, model_name="m", override_timeout_sec=240))
     assert told(result) == ("provider_error", "provider") and result.rewards is None
     assert fake.asked and calls(result).get("answered") is None

@@ -10,7 +10,7 @@ import pytest
 
 from pier.agent.codex import PROVIDER
 from pier.gateway.script import Script
-from pier.trial.spec import AgentChoice
+from pier.trial.config import AgentConfig
 from pier.wire.turn import Request, Turn
 from tests.agent_rig import PACKS, need_pack
 from tests.fault.test_agent_faults import Mine, calls, told
@@ -34,7 +34,7 @@ async def test_codex_waits_for_a_generation_longer_than_its_own_limit(
     async with open_bench(tmp_path / "trials") as bench, Mine(keep_alive=0.5) as gateway:
         gateway.model = slow
         bench.services = replace(bench.services, gateway=gateway)
-        choice = AgentChoice("codex", "m", timeout=240, options={"config_toml": IMPATIENT})
+        choice = AgentConfig(name="codex", model_name="m", override_timeout_sec=240, kwargs={"config_toml": IMPATIENT})
         result = await bench.run(write_task(tmp_path / "task"), choice)
     assert (told(result), calls(result)) == ((None, None), {"answered": 2})
     assert result.rewards == {"reward": 1}

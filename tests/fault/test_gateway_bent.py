@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import pytest
 from aiohttp import web
 
 from pier.gateway import Gateway
-from pier.record import reader
+from pier.record import About, reader
 from pier.trajectory.derive import write_trajectory
 from pier.wire.dialects import DIALECTS, BadRequest, BadResponse, recognise
+from pier.wire.gemini import ArrayReader
 from pier.wire.turn import (
     Media,
     Message,
@@ -184,7 +186,7 @@ async def test_agents_that_send_anything_get_an_answer_of_their_dialect(
     assert seen[200] > 20 and seen.get(502, 0) == 0
     assert client == upstream or seen[400] > 20
     assert len(reader.read(tmp_path).calls) >= seen[200]
-    write_trajectory(tmp_path, tmp_path / "trajectory.json", agent_name="a")
+    write_trajectory(tmp_path, tmp_path / "trajectory.json", About("a"))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -221,4 +223,24 @@ async def test_providers_that_send_anything_are_relayed_or_blamed(
     calls = reader.read(tmp_path).generations()
     assert len(calls) == len(behaviours)
     assert {call.outcome for call in calls} <= {"ok", "error", "failed"}, {call.outcome for call in calls}
-    write_trajectory(tmp_path, tmp_path / "trajectory.json", agent_name="a")
+    write_trajectory(tmp_path, tmp_path / "trajectory.json", About("a"))
+
+
+def test_a_stream_as_an_array_is_read_once_however_it_is_cut() -> None:
+    items = [{"a": 'x\\"{}[]\n\u00e9\N{PILE OF POO}' * number, "b": [{"c": {}}]} for number in range(20)]
+    raw = json.dumps(items, ensure_ascii=False, indent=1).encode()
+    for size in (1, 2, 3, 7, 1000, len(raw)):
+        array = ArrayReader()
+        found = [text for at in range(0, len(raw), size) for text in array.feed(raw[at : at + size])]
+        assert list(map(json.loads, found)) == items
+
+    def seconds(*pieces: bytes) -> float:
+        array, began = ArrayReader(), time.process_time()
+        for piece in pieces:
+            array.feed(piece)
+        return time.process_time() - began
+
+    small, large = seconds(b"[" + b"{}," * 20_000), seconds(b"[" + b"{}," * 400_000)
+    assert large < 80 * small, "linear in the items"
+    small, large = (seconds(b'[{"a": "', *[b"x" * 1000] * count) for count in (2_000, 40_000))
+    assert large < 80 * small, "linear in the pieces of an item"

@@ -314,14 +314,31 @@ async def test_an_agent_that_goes_away_ends_the_generation(begun: bool, upstream
         assert case.session.meter.turns == (1 if begun else 0)
 
 
-async def test_one_pause_holds_for_every_session_of_a_provider(tmp_path: Path) -> None:
+async def test_a_pause_holds_all_sessions_once_most_were_asked_for_it() -> None:
     from pier.gateway.budget import Limiter
 
-    limiter = Limiter()
-    limiter.close_for(0.2)
-    began = asyncio.get_running_loop().time()
-    await asyncio.gather(limiter.pass_gate(), limiter.pass_gate())
-    assert asyncio.get_running_loop().time() - began >= 0.19
+    limiter, clock = Limiter(), asyncio.get_running_loop().time
+    sessions = ("one", "two", "three")
+    for session in sessions:
+        await limiter.acquire(session)
+    limiter.close_for("one", 60)
+    assert [limiter.closed_for(session) > 0 for session in sessions] == [True, False, False]
+    limiter.close_for("two", 0.2)
+    assert limiter.closed_for("one") > 50 and limiter.closed_for("three") <= 0.2
+    began = clock()
+    await asyncio.gather(limiter.acquire("two"), limiter.acquire("three"), limiter.acquire("new"))
+    assert 0.19 <= clock() - began < 10 and not limiter.closed_for("new")
+
+
+async def test_a_session_that_pauses_for_long_holds_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pier.gateway import budget
+
+    monkeypatch.setattr(budget, "_RECENT", 0.01)
+    limiter = budget.Limiter()
+    await limiter.acquire("one")
+    limiter.close_for("one", 3600)
+    await asyncio.sleep(0.02)
+    await asyncio.wait_for(limiter.acquire("two"), 10)
 
 
 @pytest.mark.parametrize("stream", [True, False])

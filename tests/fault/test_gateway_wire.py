@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from pier.gateway import Gateway, Provider, upstream
+from pier.gateway import Gateway, Provider, pool
 from pier.gateway.budget import Retry
 from pier.record import reader
 from tests.gateway_fakes import HELLO as TURN
@@ -207,7 +207,7 @@ async def test_a_new_connection_that_breaks_is_a_fault(tmp_path: Path) -> None:
 
 
 async def test_connections_that_nobody_uses_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "KEPT", 0.2)
+    monkeypatch.setattr(pool, "KEPT", 0.2)
     async with raw_provider() as raw, Gateway() as gateway:
         url = await gateway.serve()
         session = gateway.session("m", upstream=Provider("raw", raw.url, ("chat",)))
@@ -407,7 +407,7 @@ async def test_bodies_of_two_megabytes_pass_in_parallel(stream: bool, tmp_path: 
 SERVE = """
 import asyncio, sys
 from pathlib import Path
-from pier.gateway import Gateway, Provider, upstream
+from pier.gateway import Gateway, Provider, pool
 
 async def main():
     async with Gateway() as gateway:

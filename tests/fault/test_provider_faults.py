@@ -141,6 +141,7 @@ def _error(upstream: str, status: int, error: dict[str, Any], stream: bool, insi
     return streams(b"data: " + json.dumps(value).encode() + b"\n\n")
 
 
+DEEP = b'{"choices": ' + b"[" * 100_000
 BROKEN: dict[str, dict[str, Any]] = {
     "chat": {"id": "c", "object": "chat.completion", "choices": []},
     "responses": {"id": "r", "object": "response", "status": "completed"},
@@ -152,7 +153,7 @@ BROKEN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("same", [True, False], ids=["relayed", "translated"])
 @pytest.mark.parametrize("client", NAMES)
-@pytest.mark.parametrize("fault", ["page", "nothing", "cut", "early", "late error"])
+@pytest.mark.parametrize("fault", ["page", "nothing", "cut", "early", "late error", "deep"])
 async def test_an_answer_that_is_none_is_the_providers_fault(
     fault: str, client: str, same: bool, stream: bool, tmp_path: Path
 ) -> None:
@@ -167,6 +168,7 @@ async def test_an_answer_that_is_none_is_the_providers_fault(
         "cut": streams(*good[:3], good[3][:9], cut=True) if stream else replies(200, b'{"id": "x", "cho'),
         "early": streams(*good[:3]) if stream else replies(200, b""),
         "late error": streams(*good[:3], b"data: " + json.dumps(late).encode() + b"\n\n"),
+        "deep": streams(b"data: " + DEEP + b"\n\n") if stream else replies(200, DEEP),
     }
     async with fake_provider(behaviours[fault]) as fake, run(tmp_path, fake, client, upstream, stream) as agent:
         await agent.ask()
@@ -227,7 +229,8 @@ async def test_an_agent_that_stops_waiting_for_a_provider_that_is_down(tmp_path:
     limit = replies(429, b'{"error": {"message": "later"}}', {"Retry-After": "60"})
     async with fake_provider(limit) as fake, run(tmp_path, fake, retry=Retry()) as agent:
         asking = asyncio.create_task(agent.ask())
-        while not agent.session.gateway.upstreams.limiter(fake.provider("chat")).is_closed:
+        limiter = agent.session.gateway.upstreams.limiter(fake.provider("chat"))
+        while not limiter.closed_for(agent.session.recorder):
             await asyncio.sleep(0.01)
         queued = asyncio.create_task(agent.ask("second"))
         while agent.session.counts.most < 2:
@@ -267,7 +270,7 @@ async def test_a_flood_that_meets_a_rate_limit_is_the_agents(tmp_path: Path) -> 
         assert await agent.judge() is None
 
 
-TOOLS = {"tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]}
+TOOLS: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]}
 
 
 @pytest.mark.parametrize(
@@ -292,6 +295,23 @@ async def test_a_side_call_that_fails_after_the_work_was_done(
         await agent.ask(messages=[*history, {"role": "user", "content": asked}], **TOOLS)
         found = await agent.judge()
         assert (found.code if found else None) == code
+
+
+@pytest.mark.parametrize("depth", [880, 915, 5000])
+async def test_a_deeply_nested_call_keeps_no_other_from_being_judged(depth: int, tmp_path: Path) -> None:
+    deep = "[" * depth + "]" * depth
+    function = {"name": "f", "arguments": deep}
+    said = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    async with fake_provider() as fake, run(tmp_path, fake) as agent:
+        await agent.ask(messages=[said, {"role": "tool", "tool_call_id": "c", "content": "x"}], **TOOLS)
+        if depth < 950:
+            await agent.ask(
+                messages=[{"role": "user", "content": [{"type": "new", "value": json.loads(deep)}]}], **TOOLS
+            )
+        fake.then = [replies(401, b"{}")] * 2
+        await agent.ask("Do it.", **TOOLS)
+        found = await agent.judge()
+        assert found is not None and found.code == "provider_error"
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from pier.agent.contract import Agent, AgentRun, Launch
 from pier.errors import UsageError
 from pier.sandbox.contract import OnOutput, Result, Sandbox
 from pier.sandbox.linux.sandbox import LinuxSandbox
+from pier.trial.config import AgentConfig
 from pier.trial.run import run_trial
-from pier.trial.spec import AgentChoice, TrialSpec
+from pier.trial.spec import TrialSpec
 from tests.trial_runs import ON_HOST, PASS, TOML, Bench, open_bench, write_task
 
 pytestmark = pytest.mark.plain
@@ -60,7 +61,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 async def test_a_sandbox_that_dies_under_the_agent(bench: Bench, tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("a plain user's sandboxes run in a namespace whose processes it cannot signal by their number")
-    result = await bench.run(write_task(tmp_path / "t"), AgentChoice(f"{__name__}:KillerAgent"))
+    result = await bench.run(write_task(tmp_path / "t"), AgentConfig(name=f"{__name__}:KillerAgent"))
     assert result.verifier_result is None and result.exception_info is not None
     assert (result.exception_info.blame, result.exception_info.retryable) == ("infra", True)
     assert (bench.last / "result.json").exists() and (bench.last / "exception.txt").exists()
@@ -69,11 +70,11 @@ async def test_a_sandbox_that_dies_under_the_agent(bench: Bench, tmp_path: Path)
 
 async def test_a_bug_in_an_agent_is_no_verdict(bench: Bench, tmp_path: Path) -> None:
     task = write_task(tmp_path / "t")
-    result = await bench.run(task, AgentChoice(f"{__name__}:BrokenAgent", options={"error": "bug"}))
+    result = await bench.run(task, AgentConfig(name=f"{__name__}:BrokenAgent", kwargs={"error": "bug"}))
     assert not result.has_verdict and result.exception_info is not None
     assert (result.exception_info.exception_type, result.exception_info.phase) == ("ValueError", "agent")
     assert "a bug in an agent" in (bench.last / "exception.txt").read_text()
-    result = await bench.run(task, AgentChoice(f"{__name__}:BrokenAgent", options={"error": "timeout"}))
+    result = await bench.run(task, AgentConfig(name=f"{__name__}:BrokenAgent", kwargs={"error": "timeout"}))
     assert not result.has_verdict and result.exception_info is not None
     assert result.exception_info.exception_type == "TimeoutError"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pier.trial.config import AgentConfig
 from pier.trial.record import OUTPUT_LIMIT
 from pier.trial.result import TrialResult, read_result
-from pier.trial.spec import AgentChoice
 from tests.trial_runs import PASS, TOML, Bench, kinds, open_bench, write_task
 
 pytestmark = pytest.mark.plain
@@ -28,7 +28,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 async def attack(bench: Bench, tmp_path: Path, command: str, *, test: str = PASS, toml: str = TOML) -> TrialResult:
     """Let an agent run `command` on a task that it has not solved."""
     task = write_task(tmp_path / f"task-{bench.count}", test=test, toml=toml)
-    result = await bench.run(task, AgentChoice("command", options={"command": command}))
+    result = await bench.run(task, AgentConfig(name="command", kwargs={"command": command}))
     assert result.rewards is not None, result.exception_info
     return result
 
@@ -155,7 +155,7 @@ async def test_the_agents_variables_do_not_reach_the_verifier(bench: Bench, tmp_
     test = "#!/bin/bash\nenv > /logs/verifier/env; echo 0 > /logs/verifier/reward.txt\n"
     task = write_task(tmp_path / "t", test=test)
     env = {"LD_PRELOAD": "", "BASH_ENV": "/app/x", "PYTHONPATH": "/app", "PATH": "/app/bin:/usr/bin:/bin"}
-    agent = AgentChoice("command", options={"command": "mkdir -p /app/bin; true"}, env=env)
+    agent = AgentConfig(name="command", kwargs={"command": "mkdir -p /app/bin; true"}, env=env)
     assert (await bench.run(task, agent)).rewards == {"reward": 0}
     seen = (bench.last / "verifier/env").read_text()
     assert "/app" not in seen.replace("PWD=/app\n", "") and "LD_PRELOAD" not in seen

@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 SYSCALLS = {
-    "x86_64": {"readv": 310, "writev": 311, "getfd": 438, "setns": 308, "mount": 165},
-    "aarch64": {"readv": 270, "writev": 271, "getfd": 438, "setns": 268, "mount": 40},
+    "x86_64": {"readv": 310, "writev": 311, "getfd": 438, "madvise": 440, "setns": 308, "mount": 165},
+    "aarch64": {"readv": 270, "writev": 271, "getfd": 438, "madvise": 440, "setns": 268, "mount": 40},
 }[os.uname().machine]
 FORGED = "0.25\n"
 """A reward that no test gives."""
@@ -51,6 +51,11 @@ def vectors(number: int, pid: int) -> int:
     buffer = ctypes.create_string_buffer(8)
     ours, theirs = Vector(ctypes.addressof(buffer), 8), Vector(0x400000, 8)
     return call(number, pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)
+
+
+def advise(pid: int) -> int:
+    cold = Vector(0x400000, 4096)
+    return call(SYSCALLS["madvise"], os.pidfd_open(pid), ctypes.byref(cold), 1, 20, 0)
 
 
 def borrow(pid: int) -> str:
@@ -103,6 +108,15 @@ def routes(pid: int) -> dict[str, Callable[[], object]]:
         "process_vm_readv": lambda: vectors(SYSCALLS["readv"], pid),
         "process_vm_writev": lambda: vectors(SYSCALLS["writev"], pid),
         "pidfd_getfd": lambda: borrow(pid),
+        "tests through a thread": lambda: os.listdir(f"{proc}/task/{pid}/root/tests"),
+        "files that are mapped": lambda: os.listdir(f"{proc}/map_files"),
+        "program": lambda: os.readlink(f"{proc}/exe"),
+        **{file: lambda file=file: read(f"{proc}/{file}") for file in ("auxv", "pagemap", "stack", "syscall", "io")},
+        "namespace through pidfd": lambda: call(SYSCALLS["setns"], os.pidfd_open(pid), 0x20000),
+        "process_madvise": lambda: advise(pid),
+        "CPUs": lambda: os.sched_setaffinity(pid, {0}),
+        "priority": lambda: os.setpriority(os.PRIO_PROCESS, pid, 19),
+        "policy": lambda: os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0)),
         "limits": lambda: resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0)),
     }
 

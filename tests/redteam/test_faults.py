@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from pier.image.model import Image
 from pier.lease import Lease
 from pier.network import outside
 from pier.network.outside import Outside, Unreachable
+from pier.redact import Redactor
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend, Mount, SandboxSpec
 from pier.sandbox.docker import client as client_module
@@ -25,6 +27,7 @@ from pier.sandbox.docker import images
 from pier.sandbox.docker.client import Client
 from pier.sandbox.docker.images import EngineImages
 from pier.sandbox.host import host_image
+from pier.tree import Tree
 from tests.busybox import busybox_image
 from tests.redteam import route
 from tests.redteam.places import everywhere, everywhere_and_by_helper
@@ -270,3 +273,23 @@ async def test_a_lookup_that_never_ends_is_given_up(resolver: Resolver, monkeypa
     outcomes = await asyncio.gather(*(slow.resolve("slow.test") for _ in range(100)), return_exceptions=True)
     assert {str(outcome) for outcome in outcomes} == {"slow.test: the name servers do not answer"}
     assert resolver.held <= 16
+
+
+@route(
+    "faults",
+    "leave logs that take long to search for secrets, or in which a secret begins and never goes on",
+    "they are searched in linear time, and at most a mebibyte of them is held back",
+)
+@pytest.mark.plain
+@pytest.mark.parametrize(
+    "line", [b'{"a":["s","s","s","s"]}\n', b'{"b":"\\n","c":"\\\\\\\\%25"}\n'], ids=["beginnings", "escapes"]
+)
+def test_hostile_logs_take_little_time(line: bytes, tmp_path: Path) -> None:
+    data = b'{"a":"sk-canary-4f1d"}\n' + line * ((2 << 20) // len(line))
+    (tmp_path / "log.jsonl").write_bytes(data)
+    key = "\n".join(f"{number:02}mIEpQ/9a+X7mIEpQ/9a+X7mIEpQ" for number in range(20))
+    began = time.process_time()
+    with Tree(tmp_path) as tree:
+        Redactor(["sk-canary-4f1d9c0b7e22", key]).tree(tree)
+    assert time.process_time() - began < 6
+    assert (tmp_path / "log.jsonl").read_bytes() == data

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from pier.sandbox.contract import Change, Limits, Mount, Sandbox
+from pier.sandbox.contract import Change, Mount, Sandbox
 from pier.sandbox.linux.sandbox import LinuxSandbox
 from pier.task import Task
 from pier.tree import Tree
+from pier.trial.config import AgentConfig, EnvironmentConfig
 from pier.trial.result import TrialResult
-from pier.trial.spec import AgentChoice, SandboxChoice
+from pier.trial.spec import SandboxChoice
 from pier.verifier.changes import judge, judge_artifact
 from tests.redteam import route
 from tests.redteam.places import everywhere, open_place
@@ -81,7 +82,14 @@ def survivors(result: TrialResult) -> list[str]:
 )
 @route("grading", "a survivor stops or kills the verifier", "not permitted (Linux 6.12 or later)")
 @route(
-    "grading", "a survivor takes CPU time, memory or open files away from the verifier by its limits", "not permitted"
+    "grading",
+    "a survivor takes CPU time, memory or open files away from the verifier by its limits, priority or CPUs",
+    "not permitted",
+)
+@route(
+    "grading",
+    "a survivor reads mapped files, registers, stack or counters of the verifier in /proc",
+    "permission denied",
 )
 @route("grading", "a survivor renames, removes or mounts over /tests or /logs/verifier", "the kernel refuses")
 @route("grading", "a survivor writes a reward through a directory or cwd that it held open", "nothing reads that place")
@@ -120,6 +128,8 @@ done
                     assert siblings[f"sibling: {way}"].startswith("got"), "the routes work on processes of the agent"
             others = {name: report.pop(name) for name in list(report) if name.startswith("other user: ")}
             assert bool(others) == (user == "root")
+            for way in ("CPUs", "priority", "policy"):  # what costs it time, and gains no reward
+                others.pop(f"other user: {way}", None)
             workers = [name for name in report if name == "pier-worker: signal"]
             for name in workers if has_domains() else [name for name in report if name.endswith(": signal")]:
                 del report[name]
@@ -130,6 +140,32 @@ done
         assert "got attached" in attached
         assert sum("http.server" in line for line in survivors(result)) == 1
         assert sum("survivor.py" in line for line in survivors(result)) == 2
+
+
+EAT = """
+for p in /proc/[0-9]*; do echo 1000 > $p/oom_score_adj; done 2> /dev/null
+for i in $(seq 100); do tail -c 1500000 /dev/zero > /dev/null 2>&1 & done; sleep 3
+"""
+
+
+@route(
+    "grading",
+    "an agent, or what it leaves running, has what serves the sandbox or the tests killed for its memory",
+    "the tests run again; the zero stands",
+)
+@everywhere
+@pytest.mark.parametrize("survives", [False, True])
+async def test_memory_that_kills_the_verifier_loses_no_zero(place: str, survives: bool, tmp_path: Path) -> None:
+    later = (
+        f"setsid bash -c 'until [ -e /tmp/go ]; do sleep 0.02; done\n{EAT}\nsleep 100' < /dev/null > /dev/null 2>&1 &"
+    )
+    test = "#!/bin/bash\ntouch /tmp/go; sleep 4; echo 0 > /logs/verifier/reward.txt\n"
+    async with open_place(place, tmp_path / "trials") as bench:
+        agent = AgentChoice("command", options={"command": ["bash", "-c", later if survives else EAT]})
+        where = SandboxChoice(image=bench.image, limits=Limits(memory=64 << 20))
+        result = await bench.run(write_task(tmp_path / "t", test=test), agent, sandbox=where)
+    error = result.exception_info
+    assert result.rewards == {"reward": 0} and (error is None or error.blame == "agent"), error
 
 
 @route("grading", "a survivor plants a file for the tests while they run", "the result notes it")
@@ -218,7 +254,7 @@ async def test_without_isolation_everything_is_killed(
 )
 @everywhere
 async def test_large_tests_are_not_isolated(place: str, tmp_path: Path) -> None:
-    await _killed(place, tmp_path, "too large", large=65 << 20, memory=256 << 20)
+    await _killed(place, tmp_path, "too large", large=65 << 20, memory=256)
 
 
 async def _killed(place: str, tmp_path: Path, why: str, large: int = 0, memory: int | None = None) -> None:
@@ -227,7 +263,9 @@ async def _killed(place: str, tmp_path: Path, why: str, large: int = 0, memory: 
     async with open_place(place, tmp_path / "trials") as bench:
         task = write_task(tmp_path / "task", solve=solve, test=test, tests__data="")
         os.truncate(task.steps[0].tests[0] / "data", large)
-        result = await bench.run(task, sandbox=SandboxChoice(image=bench.image, limits=Limits(memory=memory)))
+        result = await bench.run(
+            task, sandbox=SandboxChoice(image=bench.image, settings=EnvironmentConfig(override_memory_mb=memory))
+        )
     assert result.rewards == {"reward": 1} and result.integrity is not None, result.exception_info
     (note,) = result.integrity.notes
     assert note.kind == "processes" and note.stopped and why in note.detail and note.detail.endswith(": 1")
@@ -458,7 +496,7 @@ echo closed > none; chmod 0 none; mkdir -p /logs/agent/changes.diff; touch done
 async def test_a_hostile_working_directory_is_kept_as_a_diff(place: str, tmp_path: Path) -> None:
     async with open_place(place, tmp_path / "trials") as bench:
         task = write_task(tmp_path / "t", test=PASS)
-        result = await bench.run(task, AgentChoice("command", options={"command": HOSTILE}))
+        result = await bench.run(task, AgentConfig(name="command", kwargs={"command": HOSTILE}))
         assert result.rewards == {"reward": 1} and result.exception_info is None
         assert result.pier is not None and result.pier.warnings == []
         lines = (bench.last / "changes.diff").read_text().splitlines()

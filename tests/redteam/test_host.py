@@ -36,9 +36,10 @@ from pier.trajectory.model import find, read
 from pier.trajectory.native.convert import convert, find_sessions
 from pier.trajectory.rules import validate_file
 from pier.tree import Tree
+from pier.trial.config import AgentConfig, EnvironmentConfig
 from pier.trial.images import ImageRequest
 from pier.trial.result import TrialResult
-from pier.trial.spec import AgentChoice, SandboxChoice
+from pier.trial.spec import SandboxChoice
 from pier.workspace.state import copy_tree
 from tests.engine import Engine, missing
 from tests.host_fetches import DIRECTORY, PLAIN, REALMS, REGISTRIES, SPECIAL, Fetches, run_fetches
@@ -403,7 +404,7 @@ def test_forged_recordings_are_no_samples(tmp_path: Path) -> None:
 async def test_forged_recordings_do_not_come_out(place: str, tmp_path: Path) -> None:
     script = "cd /logs/agent; touch other.jsonl calls.jsonl; ln -s /etc/passwd recording.jsonl; touch /app/done"
     async with open_place(place, tmp_path / "trials") as bench:
-        agent = AgentChoice("command", options={"command": script})
+        agent = AgentConfig(name="command", kwargs={"command": script})
         assert (await bench.run(write_task(tmp_path / "task"), agent)).rewards == {"reward": 1}
         kept = set(os.listdir(bench.last / "agent"))
         assert "other.jsonl" in kept and not kept & {"calls.jsonl", "recording.jsonl"}
@@ -686,7 +687,7 @@ async def test_tasks_and_state_are_hidden(
     )
     async with open_place(place, shown / "jobs" / "mine") as bench:
         task = write_task(shown / "tasks" / "mine", test=PASS)
-        agent = AgentChoice("command", options={"command": script})
+        agent = AgentConfig(name="command", kwargs={"command": script})
         result = await bench.run(task, agent, sandbox=replace(choice, image=bench.image))
         assert result.rewards == {"reward": 1}, result.exception_info
         seen = (bench.last / "agent" / "command.txt").read_text()
@@ -705,8 +706,8 @@ async def test_a_task_among_the_software_is_hidden(above: str, tmp_path: Path) -
         (directory / "bin" / "tool").write_text("#!/bin/sh\n")
         async with open_place("local", tmp_path / "trials") as bench:
             task = write_task(directory / "task")
-            agent = AgentChoice(
-                "command", options={"command": f"find {directory}; bash {directory}/task/solution/solve.sh"}
+            agent = AgentConfig(
+                name="command", kwargs={"command": f"find {directory}; bash {directory}/task/solution/solve.sh"}
             )
             result = await bench.run(task, agent)
             assert result.rewards == {"reward": 0}
@@ -978,9 +979,9 @@ async def test_trials_have_limits(place: str, tmp_path: Path) -> None:
         assert share.processes == 4096 and (share.memory or 0) > 0 and (share.disk or 0) > 0
         many = "i=0; while [ $i -lt 60 ]; do sleep 600 >/dev/null 2>&1 </dev/null & i=$((i+1)); done; touch /app/done"
         task = write_task(tmp_path / "t", toml=TOML + "[metadata.pier]\nprocesses = 20\n")
-        agent = AgentChoice("command", options={"command": many})
+        agent = AgentConfig(name="command", kwargs={"command": many})
         assert (await bench.run(task, agent)).rewards == {"reward": 0}
-        chosen = SandboxChoice(image=bench.image, limits=Limits(processes=4000))
+        chosen = SandboxChoice(image=bench.image, settings=EnvironmentConfig(override_processes=4000))
         assert (await bench.run(task, agent, sandbox=chosen)).rewards == {"reward": 1}
-        lifted = SandboxChoice(image=bench.image, limits=Limits(processes=0))
+        lifted = SandboxChoice(image=bench.image, settings=EnvironmentConfig(override_processes=0))
         assert (await bench.run(task, agent, sandbox=lifted)).rewards == {"reward": 1}

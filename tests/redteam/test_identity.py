@@ -58,6 +58,16 @@ def test_every_value_counts(tasks: Path) -> None:
     assert plan_job(zero, {})[0](KEY).trials != plan(tasks).trials
 
 
+@route("identity", "an option is NaN or infinite, which JSON writes as null", "refused")
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '{"a": [0, NaN]}'])
+def test_options_that_json_cannot_write_are_refused(tasks: Path, tmp_path: Path, value: str) -> None:
+    for flag in ("--ak", "--ek", "--sampling"):
+        words = ("run", "-p", str(tasks), "-a", "command", "--image", "host", flag, f"temperature={value}")
+        assert "expected finite numbers" in pier(*words, cwd=tmp_path, code=2).stderr
+    with pytest.raises(ValueError, match="finite"):
+        configure(tasks, option("temperature", json.loads(value)))
+
+
 @route("identity", "a file or directory that an option names is changed", "other work, no result is reused")
 def test_the_content_of_files_counts_and_their_place_does_not(tasks: Path, tmp_path: Path) -> None:
     script, moved, folder = tmp_path / "agent.sh", tmp_path / "moved.sh", tmp_path / "folder"

@@ -127,7 +127,9 @@ from pier.errors import AgentError
 from pier.gateway import Gateway
 from pier.redact import Redactor
 from pier.trial import bounded
-from pier.trial.agent import TrajectoryHeader, add_trajectory, find_fault
+from pier.record import About
+from pier.trial.agent import find_fault
+from pier.trial.trajectory import add_trajectory
 from pier.trial.record import TrialRecord
 
 def used():
@@ -140,7 +142,7 @@ async def main():
         session = gateway.session(recording=logs / "recording.jsonl")
         session.counts.add("error", 503, "provider")
         found = await find_fault(NopAgent(), AgentError("it failed", code="agent_exit"), session)
-    await add_trajectory(logs, TrajectoryHeader("a", "1", "m", "s"), None, record)
+    await add_trajectory(logs, About("a", "1", "m", "s"), None, record)
     child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
     print(json.dumps([used() - before, child, found.code, record.warnings]))
 
@@ -190,7 +192,10 @@ VIEWER = """
 import asyncio, json, sys
 from pathlib import Path
 import aiohttp
+from pier.trial import bounded
 from tests.view_jobs import viewing
+
+bounded.MEMORY = int(sys.argv[3])
 
 def used():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
@@ -204,7 +209,7 @@ async def main():
                 found.append((await answer.json())["content"])
     page, calls, tests = found
     rows = [part["tests"] for part in tests["parts"]]
-    print(json.dumps([used() - before, len(calls["calls"]), page.get("cards", []), rows]))
+    print(json.dumps([used() - before, calls, page.get("missing"), rows]))
 
 asyncio.run(main())
 """
@@ -213,17 +218,81 @@ asyncio.run(main())
 @route(
     "host",
     "an agent makes calls whose recording, or leaves a report of tests that, would fill the viewer's memory",
-    "neither is read beyond a limit",
+    "the recording is read in a process of at most 2 GiB, the report up to a limit; the page says what is missing",
 )
-async def test_a_page_takes_a_bounded_amount_of_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hostile", [False, True])
+async def test_a_page_takes_a_bounded_amount_of_memory(hostile: bool, tmp_path: Path) -> None:
     trial = tmp_path / "one" / write_job(tmp_path / "one", 1, 1, agents=1)[0]
     write_result(trial)
     (trial / "agent").mkdir()
-    record_calls(trial / "agent" / "recording.jsonl", one_history_many_times())
+    if hostile:
+        shaped_by_an_agent(trial / "agent" / "recording.jsonl")
+    else:
+        record_calls(trial / "agent" / "recording.jsonl", one_history_many_times())
     write_file(trial / "verifier" / "ctrf.json", b'{"results": {"tests": [' + b"{}," * 20_000_000 + b"{}]}}")
-    command = [sys.executable, "-c", VIEWER, tmp_path, trial.name]
+    memory = 512 << 20 if hostile else 2 << 30
+    command = [sys.executable, "-c", VIEWER, tmp_path, trial.name, str(memory)]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     viewer = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=env)
-    added, n_calls, cards, tests = json.loads((await viewer.communicate())[0])
-    assert added < 640, added
-    assert n_calls == 1_200 and cards == [] and tests == [[]]
+    added, calls, missing, tests = json.loads((await viewer.communicate())[0])
+    assert added < 256, added
+    assert len(calls["calls"]) == (0 if hostile else 1_200) and tests == [[]]
+    assert ("of memory" in calls.get("problem", "")) is bool(missing) is hostile
+
+
+READER = """
+import sys
+from pathlib import Path
+from pier.errors import PierError
+from pier.trial import bounded
+{imports}
+
+def used():
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
+
+trial, bounded.MEMORY = Path(sys.argv[1]), int(sys.argv[2])
+before, problem = used(), ""
+try:
+    {statement}
+except PierError as error:
+    problem = error.explain()
+print(problem)
+print(used() - before)
+"""
+READERS = {
+    "samples": ("from pier.rollout.export import export", "export([trial], None)"),
+    "rollouts": (
+        "from pier.rollout.samples import log, read_samples",
+        "log.warning = lambda *words: print(*words); read_samples(trial / 'agent' / 'recording.jsonl', ['main'])",
+    ),
+    "capture": ("from pier.workspace.capture import capture", "capture(None, session_dir=trial / 'agent', environ={})"),
+    "show": ("from pier.cli.gateway import show", "show.main([str(trial)], standalone_mode=False)"),
+    "api": ("from pier import Trial", "Trial(trial).recording"),
+    "replay": ("from pier.gateway.replay import Replay", "Replay.load(trial)"),
+}
+
+
+def shaped_by_an_agent(path: Path) -> None:
+    """A recording that an agent wrote itself: one of its lines is parsed to thirty times its size."""
+    record_calls(path, many_messages())
+    with path.open("ab") as stream:
+        stream.write(b'{"t":"note","c":1,"at":1,"x":[' + b"{}," * 20_000_000 + b"{}]}\n")
+
+
+@route(
+    "host",
+    "an agent leaves a recording that fills memory when its samples are exported, when it is captured, listed "
+    "or read by a program",
+    "it is read in a process of at most 2 GiB, or up to a limit; beyond it the command fails and says why",
+)
+@pytest.mark.parametrize("reader", READERS)
+async def test_a_hostile_recording_is_not_read_beyond_a_limit(reader: str, tmp_path: Path) -> None:
+    (tmp_path / "agent").mkdir()
+    shaped_by_an_agent(tmp_path / "agent" / "recording.jsonl")
+    imports, statement = READERS[reader]
+    code = READER.format(imports=imports, statement=statement)
+    command = [sys.executable, "-c", code, tmp_path, str(256 << 20)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=tmp_path)
+    problem, _, added = (await process.communicate())[0].decode().strip().rpartition("\n")
+    assert int(added) < 256, added
+    assert "recording" in problem and "memory" in problem, problem

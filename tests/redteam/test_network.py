@@ -186,9 +186,23 @@ def hello(name: bytes, behind: bytes = b"") -> bytes:
 @pytest.mark.parametrize("name", [b"allowed.test.", b"\xadallowed.test", b"\xaallowed.test"])
 def test_tls_with_a_name_that_is_almost_the_same(name: bytes) -> None:
     assert Sniffer("allowed.test").feed(hello(b"Allowed.test"))
-    assert Sniffer("allowed.test").feed(hello(b"allowed.test:4443"))
     with pytest.raises(Disagreement):
         Sniffer("allowed.test").feed(hello(name))
+
+
+@route(
+    "network",
+    "TLS with the server name of another host and a port, or with what only resembles a port",
+    "refused: without a port, the name must be the allowed one",
+)
+@pytest.mark.parametrize("nameless", [False, True])
+@pytest.mark.parametrize("allowed", ["allowed.test", "192.0.2.7"])
+def test_tls_with_a_name_and_a_port(allowed: str, nameless: bool) -> None:
+    assert Sniffer(allowed, nameless_tls=nameless).feed(hello(f"{allowed}:4443".encode()))
+    others = ("other.test:4443", ":4443", f"other.test:{allowed}", f"{allowed}:other.test")
+    for name in (*others, *(f"{allowed}{end}" for end in (":", ":4443:4443", ":4443\n", ":444333", ":\xb2", ":4443."))):
+        with pytest.raises(Disagreement):
+            Sniffer(allowed, nameless_tls=nameless).feed(hello(name.encode("latin-1")))
 
 
 def test_a_tls_hello_is_read_to_its_end() -> None:

@@ -23,10 +23,11 @@ from pier.gateway.budget import Retry
 from pier.gateway.providers import Provider
 from pier.gateway.session import Session
 from pier.network.policy import Decision
-from pier.sandbox.contract import Limits, OnOutput, Result, Sandbox
+from pier.sandbox.contract import OnOutput, Result, Sandbox
+from pier.trial.config import AgentConfig, EnvironmentConfig
 from pier.trial.result import TrialResult
 from pier.trial.run import run_trial
-from pier.trial.spec import AgentChoice, SandboxChoice, TrialSpec
+from pier.trial.spec import SandboxChoice, TrialSpec
 from pier.trial.verify import NetworkUse, is_machine_fault, network_faults
 from tests.engine import cannot_mount, missing
 from tests.fault.test_gateway_upstreams import HTML, events
@@ -91,7 +92,7 @@ class Trials:
         """A trial of an agent that is a bash script."""
         task = write_task(self.root / f"task-{self.bench.count}", toml=TOML, test=f"#!/bin/bash\n{test}\n")
         options = {"command": ["bash", "-c", CALL + script]}
-        return await self.bench.run(task, AgentChoice("command", "m", options=options, **choice))
+        return await self.bench.run(task, AgentConfig(name="command", model_name="m", kwargs=options, **choice))
 
 
 def ask(dialect: str = "chat", **more: Any) -> str:
@@ -323,7 +324,9 @@ async def test_calls_that_are_cut_off_at_once_are_no_wait(tmp_path: Path) -> Non
     async with bench("local", tmp_path, late) as trials:
         task = write_task(tmp_path / "task", toml=TOML, test="#!/bin/bash\necho 0 > /logs/verifier/reward.txt\n")
         options = {"command": ["/usr/bin/python3", "-c", HANG_UP]}
-        result = await trials.bench.run(task, AgentChoice("command", "m", options=options, timeout=8))
+        result = await trials.bench.run(
+            task, AgentConfig(name="command", model_name="m", kwargs=options, override_timeout_sec=8)
+        )
         assert told(result) == ("agent_timeout", "agent", {"reward": 0})
 
 
@@ -349,7 +352,7 @@ async def test_a_provider_that_fails_in_the_second_step(place: str, tmp_path: Pa
         trials.fake.then = [says(HELLO)]
         task = write_task(tmp_path / "task", toml=toml, test="", **steps)
         options = {"command": ["bash", "-c", CALL + ask()]}
-        result = await trials.bench.run(task, AgentChoice("command", "m", options=options))
+        result = await trials.bench.run(task, AgentConfig(name="command", model_name="m", kwargs=options))
         assert told(result) == ("provider_error", "provider", None)
         assert result.step_results is not None
         assert [step.verifier_result is not None for step in result.step_results] == [True, False]
@@ -451,7 +454,11 @@ async def test_an_artifact_lost_to_a_limit_on_files(place: str, tmp_path: Path) 
 
         try:
             spec = TrialSpec(
-                "limited", task, tmp_path / "limited", AgentChoice("oracle"), sandbox=SandboxChoice(image=bench.image)
+                "limited",
+                task,
+                tmp_path / "limited",
+                AgentConfig(name="oracle"),
+                sandbox=SandboxChoice(image=bench.image),
             )
             assert_no_verdict(await run_trial(spec, bench.services, limit))
         finally:
@@ -514,7 +521,7 @@ async def test_a_disk_that_is_full_when_the_agent_ends(place: str, tmp_path: Pat
         async with open_place(place, disk) as bench:
             task = write_task(tmp_path / "t", toml=f'artifacts = ["/app/done"]\n{TOML}')
             with pytest.raises(OSError) as caught:
-                await bench.run(task, AgentChoice(f"{__name__}:FillingAgent", options={"disk": str(disk)}))
+                await bench.run(task, AgentConfig(name=f"{__name__}:FillingAgent", kwargs={"disk": str(disk)}))
             assert caught.value.errno == errno.ENOSPC
             assert not (bench.last / "result.json").exists()
 
@@ -534,7 +541,7 @@ async def test_a_verifiers_sandbox_that_is_full(tmp_path: Path, monkeypatch: pyt
                 toml=f'artifacts = ["/app/done"]\n{SEPARATE}',
                 solve="head -c 40000000 /dev/urandom > /app/done",
             )
-            unlimited = SandboxChoice(image=bench.image, limits=Limits(disk=0))
+            unlimited = SandboxChoice(image=bench.image, settings=EnvironmentConfig(override_storage_mb=0))
             assert_no_verdict(await bench.run(task, sandbox=unlimited))
 
 
@@ -578,7 +585,7 @@ async def test_tests_that_do_not_fit(place: str, tmp_path: Path, monkeypatch: py
             disk = running.directory / "data"
         async with open_place(place, tmp_path / "trials") as bench:
             task = write_task(tmp_path / "t", tests__large="x" * 8_000_000)
-            filling = AgentChoice(f"{__name__}:FillingAgent", options={"disk": str(disk)})
+            filling = AgentConfig(name=f"{__name__}:FillingAgent", kwargs={"disk": str(disk)})
             assert_no_verdict(await bench.run(task, filling))
 
 
@@ -685,7 +692,7 @@ ASSUMES = "#!/bin/bash\nset -e\nread -r value < /app/data\necho $((value == 7)) 
 
 async def attack(bench: Bench, root: Path, command: str, *, test: str, toml: str = TOML, **more: str) -> TrialResult:
     task = write_task(root / "task", test=test, toml=toml, **{"environment__data": "1\n", **more})
-    return await bench.run(task, AgentChoice("command", options={"command": command}))
+    return await bench.run(task, AgentConfig(name="command", kwargs={"command": command}))
 
 
 def assert_broken(result: TrialResult, directory: Path) -> None:
@@ -864,7 +871,7 @@ def test_a_flake_is_tried_again(tmp_path: Path) -> None:
 TRIALS = """
 import asyncio, json, sys
 from pathlib import Path
-from pier.trial.spec import AgentChoice
+from pier.trial.config import AgentConfig, EnvironmentConfig
 from tests.trial_runs import TOML, open_bench, write_task
 
 ask = "exec 3<> /dev/tcp/allowed.test/{0}\\n"
@@ -879,7 +886,8 @@ async def main(root, told):
             task = write_task(
                 root / name, toml=toml, test=test.format(port), **{"environment__startup.sh": "true"}
             )
-            result = await bench.run(task, AgentChoice("command", options={"command": command.format(ask.format(9))}))
+            kwargs = {"command": command.format(ask.format(9))}
+            result = await bench.run(task, AgentConfig(name="command", kwargs=kwargs))
             info = result.exception_info
             rows.append([result.rewards, info and [info.code, info.blame, info.retryable, info.exception_message]])
     told.write_text(json.dumps(rows))
@@ -1015,7 +1023,7 @@ class InTheWay(Careful):
 @everywhere
 async def test_a_command_that_no_process_can_be_given_costs_nothing(place: str, tmp_path: Path) -> None:
     async with open_place(place, tmp_path / "trials") as bench:
-        result = await bench.run(write_task(tmp_path / "task"), AgentChoice(f"{__name__}:Careful"))
+        result = await bench.run(write_task(tmp_path / "task"), AgentConfig(name=f"{__name__}:Careful"))
     assert result.exception_info is None, result.exception_info
     assert result.rewards == {"reward": 1}
 
@@ -1029,7 +1037,7 @@ async def test_a_command_that_no_process_can_be_given_costs_nothing(place: str, 
 @pytest.mark.parametrize(("agent", "code"), [("Careless", "bad_argument"), ("InTheWay", "not_directory")])
 async def test_an_agent_that_fails_on_it_is_to_blame(place: str, agent: str, code: str, tmp_path: Path) -> None:
     async with open_place(place, tmp_path / "trials") as bench:
-        result = await bench.run(write_task(tmp_path / "task"), AgentChoice(f"{__name__}:{agent}"))
+        result = await bench.run(write_task(tmp_path / "task"), AgentConfig(name=f"{__name__}:{agent}"))
     error = result.exception_info
     assert error is not None
     assert (error.code, error.blame, error.retryable) == (code, "agent", False), error

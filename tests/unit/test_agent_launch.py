@@ -12,16 +12,20 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pier.agent.contract import AGENTS, PACK_PATH, AgentRun, Launch, McpServer, find_agent, pack_spec
+from pier.agent.contract import AGENTS, PACK_PATH, AgentRun, Launch, find_agent, pack_spec
 from pier.agent.options import merged, toml
 from pier.agent.packed import PackedAgent
 from pier.endpoint import Endpoint
 from pier.errors import UsageError
+from pier.task.model import McpServerTable
 
 PACKED = [name for name in AGENTS if issubclass(find_agent(name), PackedAgent)]
 KEY = "sk-pier-0123456789abcdef"
 ENDPOINT = Endpoint("http://127.0.0.1:4000", KEY, "some-model", 200_000, 32_000)
-SERVERS = (McpServer("files", "stdio", command="/bin/serve", args=("--all",)), McpServer("web", url="http://h/sse"))
+SERVERS = (
+    McpServerTable(name="files", transport="stdio", command="/bin/serve", args=("--all",)),
+    McpServerTable(name="web", url="http://h/sse"),
+)
 
 
 def launch(name: str, **fields: Any) -> Launch:
@@ -70,7 +74,7 @@ def test_mcp_servers_are_passed_on(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in PACKED if name not in ("pi", "aider", "mini-swe-agent")])
 def test_headers_of_mcp_servers_are_passed_on_or_warned_about(name: str) -> None:
     warnings: list[str] = []
-    server = McpServer("web", "streamable-http", url="http://h/mcp", headers={"X-Token": "abcdef"})
+    server = McpServerTable(name="web", transport="streamable-http", url="http://h/mcp", headers={"X-Token": "abcdef"})
     text = told(launch(name, mcp_servers=(server,), warn=warnings.append))
     assert ("X-Token" in text and "abcdef" in text) or "web" in warnings[0]
 

@@ -23,31 +23,40 @@ MEANING = {
     "-s": {"--save"},
     "-a": {"--agent"},
     "-c": {"--config"},
-    "-d": {"--dataset", "--dir", "--detach"},
-    "-e": {"--env", "-e"},
-    "-f": {"--follow", "--force"},
+    "-d": {"--dataset"},
+    "-e": {"--env"},
+    "-f": {"--follow"},
     "-h": {"--help"},
     "-i": {"--include-task-name", "--include"},
-    "-k": {"--group", "--n-attempts", "--attempts"},
+    "-k": {"--n-attempts", "--attempts"},
     "-l": {"--n-tasks"},
     "-m": {"--model"},
-    "-n": {"--n-concurrent", "--concurrency", "--num-examples"},
+    "-n": {"--n-concurrent", "--concurrency"},
     "-o": {"--jobs-dir", "--output", "--recording", "--out"},
-    "-p": {"--path", "--job-path", "--prompt"},
+    "-p": {"--path", "--job-path"},
     "-q": {"--quiet"},
-    "-r": {"--max-retries", "--rubric", "--rollouts"},
-    "-t": {"--task", "--trial-name"},
+    "-r": {"--max-retries"},
+    "-t": {"--task"},
     "-u": {"--user"},
     "-v": {"--verbose"},
     "-w": {"--workdir"},
     "-x": {"--exclude-task-name", "--exclude"},
     "-y": {"--yes"},
 }
-"""What each short flag stands for; several names where one idea has them (`-o` is where results are written).
-Reviews, workspaces and `pier rollout` take the short flags of the programs whose users they take over."""
+"""The meaning of each short flag; several names where one idea has them (`-o` is where results are kept)."""
 
-WORKSPACES = {"-d": {"--dir", "--detach"}, "-e": {"--variable"}, "-f": {"--force"}}
-"""What `pier start` and the other commands of workspaces mean by them, which is what allenai's pier does."""
+EXCEPTIONS = {
+    ("-d", "--dir"): {"start", "stop", "verify", "diff", "fork"},
+    ("-d", "--detach"): {"exec"},
+    ("-e", "--variable"): {"start"},
+    ("-f", "--force"): {"start"},
+    ("-n", "--num-examples"): {"rollout"},
+    ("-p", "--prompt"): {"critique run", "analyze", "summarize", "check"},
+    ("-r", "--rubric"): {"analyze", "check"},
+    ("-r", "--rollouts"): {"rollout"},
+    ("-t", "--trial-name"): {"critique run", "critique show", "analyze"},
+}
+"""Other meanings, and the commands that have them: see docs/decisions/short-flags.md."""
 
 
 def commands(command: click.Command, context: click.Context) -> Iterator[tuple[click.Command, click.Context]]:
@@ -63,15 +72,15 @@ ALL = list(commands(cli, click.Context(cli, info_name="pier")))
 
 
 def test_a_short_flag_means_one_thing_everywhere() -> None:
+    others: dict[tuple[str, str], set[str]] = {}
     for command, context in ALL:
         for param in command.get_params(context):
-            short = (
-                [name for name in param.opts if not name.startswith("--")] if isinstance(param, click.Option) else []
-            )
-            for name in short:
-                own = WORKSPACES if command.callback and "workspace" in command.callback.__module__ else {}
-                meaning = own.get(name, MEANING[name])
-                assert meaning & set(param.opts), f"{context.command_path} {name}: {param.opts}"
+            names = [*param.opts, *param.secondary_opts] if isinstance(param, click.Option) else []
+            for short in (name for name in names if not name.startswith("--")):
+                if not MEANING[short] & set(names):
+                    long = next(name for name in names if name.startswith("--"))
+                    others.setdefault((short, long), set()).add(context.command_path.removeprefix("pier "))
+    assert others == EXCEPTIONS
 
 
 def test_every_command_has_debug() -> None:

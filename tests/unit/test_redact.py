@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import os
+import time
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given, settings
@@ -163,6 +165,64 @@ def test_a_long_run_next_to_a_secret_is_searched_once() -> None:
     value, run = "kX3-hunter2-9fQz", "aB3/" * 250_000
     for text in (f"{value} {run}", f"{run}\n{value}", f"{run}\n{run}\n.{value}"):
         assert Redactor([value]).text(text) == text.replace(value, REDACTED)
+
+
+KEY = "\n".join(["-----BEGIN PRIVATE KEY-----", *(f"{n:02}mIEpQ/9a+X7" * 4 for n in range(20)), "-----END-----"])
+
+
+@pytest.mark.parametrize("size", [4096, 1 << 20])
+@pytest.mark.parametrize(
+    "part",
+    [
+        b'{"a":["s","s","s","s","s","s"]}\n',
+        b'{"a":["\\n","s","sk","\\n"]}\n',
+        b'{"a":"x sk-canary-4f1d9c0b7e"}\n',
+        b'"s",',
+        b"\\" * 8 + b"%25",
+        b'{"a":"' + b"-" * 4000 + b'"}\n',
+    ],
+    ids=["lists", "escapes", "beginnings", "one line", "no line", "key"],
+)
+def test_hostile_texts_take_little_time(part: bytes, size: int) -> None:
+    data, stream = part * ((1 << 20) // len(part)), StreamRedactor(Redactor([SECRET, KEY]))
+    data = b'{"a":[' + data[:-1] + b"]}\n" if part == b'"s",' else data
+    began, out = time.process_time(), b""
+    for at in range(0, len(data), size):
+        out += stream.feed(data[at : at + size])
+    assert out + stream.close() == data
+    assert time.process_time() - began < 3
+
+
+@pytest.mark.parametrize(
+    "secret", ["x9k2" + "\\" * 8 + "b7q4", 'x9k2\\"\\"\\"\\"\\\'b7q4', "x9k2b7q4" + "\\" * 5, r"\\host\x9k2 7"]
+)
+def test_backslashes_of_a_secret_are_found_once(secret: str) -> None:
+    """A run of them can be divided between those of the secret and those that escape them in very many ways."""
+    redactor, escaped = Redactor([secret]), secret
+    for _ in range(4):
+        assert redactor.text(f"a{escaped}b") == f"a{REDACTED}b"
+        escaped = json.dumps(escaped)[1:-1]
+    escaped = "".join(f"\\u{ord(character):04x}" if not character.isalnum() else character for character in secret)
+    assert redactor.text(f"{escaped} {quote(secret)}") == f"{REDACTED} {REDACTED}"
+    hostile, began = f"{secret[:-4]}{secret[:4]}" + "\\" * 60 + "!", time.process_time()
+    assert redactor.text(hostile * 1000) == hostile * 1000
+    assert time.process_time() - began < 5
+
+
+def test_a_secret_that_begins_and_does_not_go_on_holds_back_little() -> None:
+    stream = StreamRedactor(Redactor([SECRET]))
+    assert stream.feed(b'{"a":"sk-"}\n') == b""
+    out = sum(len(stream.feed(b'{"b":"text\\n"}\n' * 1000)) for _ in range(100))
+    assert out > 300_000
+
+
+@pytest.mark.parametrize("text", ["é" * 3, "x"])
+def test_a_secret_that_a_list_of_texts_repeats_is_removed_each_time(text: str) -> None:
+    line = json.dumps({"a": [*SECRET, text, SECRET[:5], f"{SECRET[5:]}{text}{SECRET}", ""] * 500}, ensure_ascii=False)
+    stream = StreamRedactor(Redactor([SECRET]))
+    (out,) = json.loads(stream.feed(f"{line}\n".encode()) + stream.close()).values()
+    assert len(out) == len(json.loads(line)["a"])
+    assert "".join(out) == f"{REDACTED}{text}{REDACTED}{text}{REDACTED}" * 500
 
 
 def test_deep_and_broken_json_is_passed_on() -> None:

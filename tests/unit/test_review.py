@@ -20,7 +20,6 @@ from pier.review.read import (
     heat_map,
     list_runs,
     read_analysis,
-    read_critique,
     read_job_analysis,
     read_run,
 )
@@ -348,7 +347,7 @@ def test_readers_take_any_file(tmp_path: Path) -> None:
     assert [each.evidence[0].place for each in first.findings] == ["step 1"] and first.more == {"score": 3}
     assert (second.status, second.rating, second.cost_usd) == ("running", None, None)
     assert heat_map(found).criteria == ("y",) and heat_map(found).rows[1].outcomes == (None,)
-    assert read_critique(tmp_path, "r", "../r/a") is read_critique(tmp_path, "..", "a") is None
+    assert critiques_of(tmp_path, "../r/a") == critiques_of(tmp_path, "..") == []
     assert read_run(tmp_path, "none") is None and [each.trial for each in critiques_of(tmp_path, "a")] == ["a"]
     assert list_runs(tmp_path / "nowhere") == [] and read_analysis(tmp_path) is read_job_analysis(tmp_path) is None
     (tmp_path / "analysis.json").write_text(

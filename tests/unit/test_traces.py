@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,18 @@ import pytest
 from pier.errors import UsageError
 from pier.redact import Redactor
 from pier.workspace.capture import capture
-from pier.workspace.traces import export, find_trace, list_traces, traces_home
+from pier.workspace.traces import Scrubbing, export, find_trace, list_traces, traces_home
 from tests.host_logs import claude_log, codex_log
 from tests.job_tasks import pier
 
 KEY = "sk-ant-api03-" + "A1b2C3d4" * 5
 PRIVATE = "-----BEGIN RSA PRIVATE KEY-----\n" + "MIIEpAIBAAKC\n" * 40 + "-----END RSA PRIVATE KEY-----"
+
+
+def test_beginnings_of_private_keys_are_searched_once() -> None:
+    scrubbing, begun, began = Scrubbing(Redactor()), b"-----BEGIN PRIVATE KEY-----" * 20_000, time.process_time()
+    assert scrubbing(begun + PRIVATE.encode() + b" x-----END").endswith(b"-----[REDACTED] x-----END")
+    assert time.process_time() - began < 1.5 and scrubbing.found == {"private key": 1}
 
 
 @pytest.fixture

@@ -17,10 +17,11 @@ from pier.lease import Lease
 from pier.network.policy import NONE, NetworkPolicy
 from pier.redact import Redactor
 from pier.sandbox import open_backend
-from pier.sandbox.contract import Capabilities
+from pier.sandbox.contract import Capabilities, Limits
 from pier.secret import env_on_disk, secret_values
 from pier.task.model import Environment
 from pier.trial.agent import make_agent, phase_seconds
+from pier.trial.config import AgentConfig, EnvironmentConfig
 from pier.trial.plan import agent_plan, check_network, check_support, plan_network, verifier_plan, with_hosts
 from pier.trial.record import OutputFile, TrialRecord, printable, trial_config
 from pier.trial.result import (
@@ -32,7 +33,8 @@ from pier.trial.result import (
     read_result,
     stops_after,
 )
-from pier.trial.spec import AgentChoice, SandboxChoice, TrialSpec
+from pier.trial.run import trial_secrets
+from pier.trial.spec import SandboxChoice, TrialSpec
 from pier.trial.verify import _Logs
 from tests.trial_runs import TOML, write_task
 
@@ -178,7 +180,7 @@ def test_where_trials_run(tmp_path: Path) -> None:
     assert (override.image.reference, override.content) == ("host", plain.environment_dir)
     both = write_task(tmp_path / "b", toml=TOML + 'docker_image = "y"\n', environment__Dockerfile="FROM x")
     assert agent_plan(both, SandboxChoice()).image.reference == "y"
-    assert agent_plan(both, SandboxChoice(force_build=True)).image.is_build
+    assert agent_plan(both, SandboxChoice(settings=EnvironmentConfig(force_build=True))).image.is_build
     neither = write_task(tmp_path / "c")
     with pytest.raises(TaskError) as refused:
         agent_plan(neither, SandboxChoice())
@@ -200,25 +202,39 @@ async def test_what_a_backend_cannot_run_is_refused(tmp_path: Path) -> None:
                 with pytest.raises(PierError, match="local"):
                     await check_support(task, backend, SandboxChoice())
             asking = write_task(tmp_path / "gpu", toml=TOML + "gpus = 1\n")
-            await check_support(asking, backend, SandboxChoice(gpus=0))
+            await check_support(asking, backend, SandboxChoice(settings=EnvironmentConfig(override_gpus=0)))
+
+
+def test_the_limits_of_the_settings_are_those_of_the_sandbox() -> None:
+    settings = EnvironmentConfig(override_cpus=0.5, override_memory_mb=1, override_storage_mb=2, override_processes=3)
+    assert SandboxChoice(settings).limits == Limits(cpus=0.5, memory=1 << 20, disk=2 << 20, processes=3)
+    assert SandboxChoice(EnvironmentConfig(override_storage_mb=0)).limits == Limits(disk=0)
 
 
 def test_options_are_refused_by_name() -> None:
     with pytest.raises(UsageError, match="'comand'"):
-        make_agent(AgentChoice("command", options={"comand": "x"}))
+        make_agent(AgentConfig(name="command", kwargs={"comand": "x"}))
     with pytest.raises(UsageError, match="unknown agent 'orcale'"):
-        make_agent(AgentChoice("orcale"))
+        make_agent(AgentConfig(name="orcale"))
     with pytest.raises(UsageError, match="subclass"):
-        make_agent(AgentChoice("pathlib:Path"))
+        make_agent(AgentConfig(name="pathlib:Path"))
 
 
 def test_the_config_holds_no_secret(tmp_path: Path) -> None:
     task = write_task(tmp_path / "t")
-    agent = AgentChoice("command", env={"API_KEY": "canary-value", "B_TOKEN": "${B_TOKEN}"}, options={"command": "x"})
+    agent = AgentConfig(
+        name="command", env={"API_KEY": "canary-value", "B_TOKEN": "${B_TOKEN}"}, kwargs={"command": "x"}
+    )
     spec = TrialSpec("n", task, tmp_path / "trial", agent, sandbox=SandboxChoice(image="host", network=NONE))
     text = json.dumps(trial_config(spec, {"B_TOKEN": "other-canary"}))
     assert "canary" not in text and "${B_TOKEN}" in text
     assert trial_config(spec, {})["environment"]["kwargs"] == {"image": "host", "network": "none", "hosts": []}
+
+
+def test_options_of_the_backend_may_be_secret(tmp_path: Path) -> None:
+    choice = SandboxChoice(EnvironmentConfig(kwargs={"api_key": "canary-value-of-a-key"}))
+    spec = TrialSpec("n", write_task(tmp_path / "t"), tmp_path / "trial", sandbox=choice)
+    assert "canary-value-of-a-key" in set(trial_secrets(spec, {}))
 
 
 def test_errors_carry_harbors_names_and_our_blame() -> None:

@@ -86,11 +86,11 @@ def test_missing_and_empty() -> None:
 
 def test_json_decides_and_a_disagreement_is_told() -> None:
     both = read_verdict(RewardFiles(json=b'{"reward": 0}', text=b"1"))
-    assert both.rewards == {"reward": 0} and "reward.txt says 1" in (both.disagreement or "")
-    assert read_verdict(RewardFiles(json=b'{"reward": 1}', text=b"1.0\n")).disagreement is None
-    assert read_verdict(RewardFiles(json=b'{"score": 1}', text=b"1")).disagreement is None
-    assert read_verdict(RewardFiles(json=b'{"a": 1, "b": 1}', text=b"1")).disagreement is not None
-    assert "expected a number" in (read_verdict(RewardFiles(json=b'{"reward": 1}', text=b"x")).disagreement or "")
+    assert both.rewards == {"reward": 0} and "reward.txt says 1" in both.notes[0].detail
+    assert read_verdict(RewardFiles(json=b'{"reward": 1}', text=b"1.0\n")).notes == ()
+    assert read_verdict(RewardFiles(json=b'{"score": 1}', text=b"1")).notes == ()
+    assert read_verdict(RewardFiles(json=b'{"a": 1, "b": 1}', text=b"1")).notes != ()
+    assert "expected a number" in read_verdict(RewardFiles(json=b'{"reward": 1}', text=b"x")).notes[0].detail
 
 
 JSONS = st.recursive(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
-from pier.agent.contract import PACK_PATH, AgentFile, AgentRun, Launch, McpServer, PackSpec
+from pier.agent.contract import PACK_PATH, AgentFile, AgentRun, Launch, PackSpec
 from pier.agent.options import EFFORTS, choice, merged, toml
 from pier.agent.packed import CLIENT_TIMEOUT, PackedAgent, model_of
 from pier.errors import UsageError
+from pier.task.model import McpServerTable
 
 PROVIDER = "pier"
 
@@ -78,7 +79,7 @@ def _home(run: AgentRun) -> str:
     return f"{run.home.rstrip('/')}/.codex"
 
 
-def _mcp(server: McpServer) -> dict[str, Any]:
+def _mcp(server: McpServerTable) -> dict[str, Any]:
     if server.command:
         return {"command": server.command, "args": list(server.args)}
     return {"url": server.url, **({"http_headers": dict(server.headers)} if server.headers else {})}

@@ -15,12 +15,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pier.endpoint import Endpoint
 from pier.errors import UsageError
-from pier.plugin import find, names
+from pier.plugin import find, names, nearest
 from pier.sandbox.contract import Mount, OnOutput, Process, Result, Sandbox
+
+if TYPE_CHECKING:
+    from pier.task.model import McpServerTable
 
 GRACE = 10.0
 """At most how many seconds before its deadline an agent is asked to end."""
@@ -35,18 +38,6 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 AGENT_LOGS = "/logs/agent"
 """Where an agent keeps its own logs; collected into the trial's `agent/` directory."""
-
-
-@dataclass(frozen=True, slots=True)
-class McpServer:
-    """An MCP server that the task offers to the agent."""
-
-    name: str
-    transport: str = "sse"
-    url: str | None = None
-    command: str | None = None
-    args: tuple[str, ...] = ()
-    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def _ignore(text: str) -> None:
@@ -64,7 +55,8 @@ class AgentRun:
     home: str = "/root"
     env: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    mcp_servers: tuple[McpServer, ...] = ()
+    mcp_servers: tuple[McpServerTable, ...] = ()
+    """With their headers filled in."""
     skills_dir: str | None = None
     seconds: float | None = None
     outside: Endpoint | None = None
@@ -280,12 +272,10 @@ def check_options(agent: type[Agent], options: Mapping[str, Any]) -> None:
     """Refuse options that the agent does not take, by name."""
     for name in options:
         if name not in agent.options:
-            from difflib import get_close_matches
-
-            near = get_close_matches(name, agent.options, n=1)
+            near = nearest(name, agent.options)
             known = ", ".join(agent.options) or "none"
             raise UsageError(
                 f"unknown option {name!r} for the agent {agent.name!r}: expected one of {known}",
-                hint=f"--ak {near[0]}=..." if near else None,
+                hint=f"--ak {near}=..." if near else None,
                 code="agent_option",
             )

@@ -9,11 +9,9 @@ count while it is installed.
 
 from __future__ import annotations
 
-import io
 import json
 import shlex
 import signal
-import tarfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -22,7 +20,7 @@ from typing import Any, ClassVar
 from pier.agent.contract import AGENT_LOGS, DEFAULT_PATH, PACK_PATH, Agent, AgentFile, AgentRun, PackSpec
 from pier.agent.options import hosts_in
 from pier.errors import AgentError, SandboxError
-from pier.sandbox.contract import OnOutput, Result, Sandbox
+from pier.sandbox.contract import NewFile, OnOutput, Result, Sandbox
 
 SHARED_SKILLS = "~/.agents/skills"
 """Where several agents look for skills."""
@@ -106,27 +104,15 @@ def bare(model: str) -> str:
 
 async def place(sandbox: Sandbox, files: Sequence[AgentFile], bases: Sequence[str]) -> None:
     """Put files into the sandbox in one go. Directories below `bases` are made so that any user may write there."""
-    if not files:
-        return
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        made: set[str] = set()
-        for file in files:
-            for parent in reversed(PurePosixPath(file.path).parents):
-                name = str(parent)
-                if name not in made and any(name.startswith(f"{base.rstrip('/')}/") for base in bases):
-                    made.add(name)
-                    archive.addfile(_entry(name, 0o777, tarfile.DIRTYPE))
-            entry = _entry(file.path, file.mode | 0o222)
-            entry.size = len(file.data)
-            archive.addfile(entry, io.BytesIO(file.data))
-    await sandbox.put_tar(_chunks(buffer.getvalue()), "/")
-
-
-def _entry(path: str, mode: int, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
-    entry = tarfile.TarInfo(path.lstrip("/"))
-    entry.mode, entry.type, entry.mtime = mode, kind, int(time.time())
-    return entry
+    made: dict[str, NewFile] = {}
+    now = int(time.time())
+    for file in files:
+        for parent in map(str, reversed(PurePosixPath(file.path).parents)):
+            if any(parent.startswith(f"{base.rstrip('/')}/") for base in bases):
+                made[parent] = NewFile(parent.lstrip("/"), 0o777, mtime=now)
+        made[file.path] = NewFile(file.path.lstrip("/"), file.mode | 0o222, file.data, now)
+    if made:
+        await sandbox.put_files([*made.values()], "/")
 
 
 async def _chunks(start: bytes, rest: AsyncIterator[bytes] | None = None) -> AsyncIterator[bytes]:

@@ -138,22 +138,30 @@ def metrics(address: str, as_json: bool) -> None:
 def show(path: Path, number: int | None, as_json: bool, every: bool) -> None:
     """Print the calls of a recording or a trial; with NUMBER, all of that one call."""
     from pier.errors import UsageError
-    from pier.record.reader import read
+    from pier.trial.bounded import read_back_now
 
-    found = read(path)
+    rows, closed, whole = read_back_now(_read_calls, path, number, every)
     if number is not None:
-        call = next((call for call in found.calls if call.number == number), None)
-        if call is None:
-            raise UsageError(f"unknown call {number}: the last is {len(found.calls)}", hint=f"pier gateway show {path}")
-        click.echo(json.dumps(_whole(call), indent=2, ensure_ascii=False))
+        if whole is None:
+            raise UsageError(f"unknown call {number}: the last is {len(rows)}", hint=f"pier gateway show {path}")
+        click.echo(json.dumps(whole, indent=2, ensure_ascii=False))
         return
-    calls = found.calls if every else found.generations()
-    rows = [_row(call) for call in calls]
     names = ("number", "dialect", "model", "outcome", "seconds", "input_tokens", "output_tokens", "error")
     heads = ("#", "DIALECT", "MODEL", "OUTCOME", "SECONDS", "IN", "OUT", "")
     table = columns(heads, *([row[name] for name in names[:-1]] + [row["error"] or ""] for row in rows))
-    closed = f"closed: {found.closed}" if found.closed else "not closed"
-    echo(rows, as_json, [*table, f"{len(calls)} calls; {closed}"])
+    echo(rows, as_json, [*table, f"{len(rows)} calls; {f'closed: {closed}' if closed else 'not closed'}"])
+
+
+def _read_calls(
+    path: Path, number: int | None, every: bool, most: int | None
+) -> tuple[list[dict[str, Any]], str | None, dict[str, Any] | None]:
+    """A row for each call, why the session was closed, and all of the call with a number."""
+    from pier.record.reader import read
+
+    found = read(path, most)
+    calls = found.calls if every or number is not None else found.generations()
+    whole = next((_whole(call) for call in calls if call.number == number), None)
+    return [_row(call) for call in calls], found.closed, whole
 
 
 def _row(call: Call) -> dict[str, Any]:

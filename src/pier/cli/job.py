@@ -205,10 +205,9 @@ def _wait_for_end(directory: Path) -> None:
 
 
 def _how(flags: dict[str, Any]) -> tuple[dict[str, str], Any, int | None]:
-    from pier.job.command import Show
     from pier.job.load import environ_with
 
-    show = Show.JSON if flags["as_json"] else Show.QUIET if flags["quiet"] else Show.FULL
+    show = "json" if flags["as_json"] else "quiet" if flags["quiet"] else "full"
     return environ_with(flags["env_file"]), show, flags["n_concurrent"]
 
 

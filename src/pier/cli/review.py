@@ -91,7 +91,6 @@ _RUBRIC_HELP = "A TOML, YAML or JSON file, or the name of a built-in rubric; rep
 
 def _options_of(flags: dict[str, Any]) -> ReviewOptions:
     from pier.errors import UsageError
-    from pier.job.command import Show
     from pier.job.load import environ_with, read_job
     from pier.review.run import ReviewOptions
 
@@ -101,7 +100,7 @@ def _options_of(flags: dict[str, Any]) -> ReviewOptions:
         if index >= len(config.agents):
             raise UsageError(f"invalid value {index} for --agent-index: expected less than {len(config.agents)}")
         config.agents = [config.agents[index]]
-    show = Show("json" if flags["as_json"] else "quiet" if config.quiet else "full")
+    show = "json" if flags["as_json"] else "quiet" if config.quiet else "full"
     return ReviewOptions(config, env, show, flags.get("name"), flags.get("overwrite", False), flags["asks"])
 
 
@@ -179,7 +178,7 @@ def critique_run(path: Path, prompt: str | None, rubrics: tuple[str, ...], **fla
     rows = [_run_row(each) | {"critiques": [one.model_dump(mode="json") for one in each.critiques]} for each in made]
     more = f"\nmore: pier critique show {path} --run {names[0]} [-t TRIAL]; in a browser: pier view"
     lines = (*runs_lines(made), *(agreement_lines(agreed) if agreed else ()), more)
-    _report(options.show.value, {"runs": rows, "agreement": asdict(agreed) if agreed else None}, lines)
+    _report(options.show, {"runs": rows, "agreement": asdict(agreed) if agreed else None}, lines)
     raise click.exceptions.Exit(run.code)
 
 
@@ -296,7 +295,7 @@ def analyze(
     if no_model:
         groups = group_causes(trials)
         value = {"n_trials": len(trials), "causes": [asdict(group) for group in groups]}
-        _report(options.show.value, value, cause_lines(groups), output)
+        _report(options.show, value, cause_lines(groups), output)
         return
     prompts = load_prompt("analyze", prompt), load_prompt("job", job_prompt)
     request = AnalysisRequest(source, trials, *prompts, load_rubric(*(rubrics or ("analyze",))))
@@ -311,7 +310,7 @@ def _run_analysis(request: AnalysisRequest, options: ReviewOptions, output: str 
     value = found.job or {"job_summary": "", "trials": list(found.analyses), "causes": []}
     value |= {"failed": found.failed, "cost_usd": found.cost_usd}
     value["agreement"] = asdict(found.agreement) if found.agreement else None
-    _report(options.show.value, value, analysis_lines(found), output)
+    _report(options.show, value, analysis_lines(found), output)
     raise click.exceptions.Exit(found.code)
 
 
@@ -335,7 +334,7 @@ def summarize(path: Path, every: bool, prompt: str | None, job_prompt: str | Non
         raise UsageError(f"{path}: no finished trials", hint="pier job list", code="no-trials")
     if not trials:
         nothing = "nothing failed; pier summarize --all also describes what passed"
-        _report(options.show.value, {"summary": None, "trials": []}, [nothing])
+        _report(options.show, {"summary": None, "trials": []}, [nothing])
         return
     prompts = load_prompt("summarize", prompt), load_prompt("job", job_prompt)
     _run_analysis(AnalysisRequest(source, trials, *prompts, load_rubric("summarize"), keep=False), options, None)
@@ -377,7 +376,7 @@ def check(sources: tuple[str, ...], no_model: bool, run: bool, place: Path, **fl
         reviews, code = check_tasks_by_rubric(paths, place, rubric, load_prompt("check", flags["prompt"]), options)
         for path, value in reviews.items():
             report[str(path)]["review"] = value
-    _report(options.show.value, {"tasks": report}, check_lines(report), flags["output"])
+    _report(options.show, {"tasks": report}, check_lines(report), flags["output"])
     raise click.exceptions.Exit(code or int(has_failures(report)))
 
 

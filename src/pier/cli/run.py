@@ -261,7 +261,7 @@ def run(tasks: tuple[str, ...], **flags: Any) -> None:
       pier run examples/tasks
       pier run ./tasks -a claude-code -m anthropic/claude-sonnet-4-5 -n 16 -k 4
     """
-    from pier.job.command import Show, print_plan, run_and_report
+    from pier.job.command import print_plan, run_and_report
     from pier.job.load import environ_with, read_job, to_disk
 
     env = environ_with(flags["env_file"])
@@ -275,7 +275,7 @@ def run(tasks: tuple[str, ...], **flags: Any) -> None:
     elif flags["dry_run"]:
         print_plan(config, env)
     else:
-        show = Show("json" if flags["as_json"] else "quiet" if config.quiet else "full")
+        show = "json" if flags["as_json"] else "quiet" if config.quiet else "full"
         if flags["samples"]:
             raise click.exceptions.Exit(_with_samples(config, env, show, flags["samples"], yes=flags["yes"]))
         raise click.exceptions.Exit(run_and_report(config, env, show, yes=flags["yes"]))
@@ -284,7 +284,7 @@ def run(tasks: tuple[str, ...], **flags: Any) -> None:
 def _with_samples(config: JobConfig, env: dict[str, str], show: Show, path: Path, *, yes: bool) -> int:
     """Run a job and write the samples of its trials, made in memory as they run. Trials that an earlier run finished
     are in the file too; a run that is interrupted leaves those of its finished trials."""
-    from pier.job.command import Show, run_and_report
+    from pier.job.command import run_and_report
     from pier.rollout.export import Report, sink_for
     from pier.rollout.rollouts import Rollout, RolloutCollector
 
@@ -298,7 +298,7 @@ def _with_samples(config: JobConfig, env: dict[str, str], show: Show, path: Path
                 sink.add(row)
 
         code = run_and_report(config, env, show, yes=yes, hook=RolloutCollector(write))
-    if show is Show.FULL:
+    if show == "full":
         counts = report.counts
         rate = "unknown" if counts.prefix_match_rate is None else f"{counts.prefix_match_rate:.1%}"
         share = "unknown" if counts.trainable_share is None else f"{counts.trainable_share:.1%}"

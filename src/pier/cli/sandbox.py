@@ -25,7 +25,7 @@ from pier.sizes import columns, parse_size
 if TYPE_CHECKING:
     import socket
 
-    from pier.sandbox.contract import Mount, Process
+    from pier.sandbox.contract import Process
 
 _SHELL = "/bin/sh"
 _CHUNK = 65536
@@ -145,14 +145,14 @@ async def _until_terminated(work: Coroutine[Any, Any, int]) -> int:
 
 async def _run(command: tuple[str, ...], interactive: bool, tty: bool, options: dict[str, Any]) -> int:
     from pier.cli.workspace_exec import terminal_size, write
-    from pier.sandbox.contract import Limits
+    from pier.sandbox.contract import Limits, Mount
     from pier.sandbox.opening import open_sandbox
     from pier.sandbox.remote import Running, serving
 
     if options["allow"] and options["network"] == "public":
         raise click.UsageError("cannot combine --allow with --network public")
     limits = {name: options.pop(name) for name in ("cpus", "memory", "processes", "disk", "open_files")}
-    mounts = [_mount(text) for text in options.pop("volume")]
+    mounts = [Mount.parse(text, "--volume") for text in options.pop("volume")]
     env = _env(options.pop("env"))
     async with open_sandbox(**options, env=env, mounts=mounts, limits=Limits(**limits)) as box:
         config = box.spec.image.config
@@ -176,16 +176,6 @@ async def _run(command: tuple[str, ...], interactive: bool, tty: bool, options: 
         if code == 127 and argv == [_SHELL] and not command:
             click.echo(f"{reference} has neither a default command nor a shell: give the program to run", err=True)
         return code
-
-
-def _mount(text: str) -> Mount:
-    from pier.sandbox.contract import Mount
-
-    source, _, rest = text.partition(":")
-    target, _, mode = rest.partition(":")
-    if not source or not target.startswith("/") or mode not in ("", "ro", "rw"):
-        raise click.UsageError(f"invalid value {text!r} for --volume: expected SRC:DST[:ro|rw] with an absolute DST")
-    return Mount(target, Path(source).resolve(), read_only=mode != "rw")
 
 
 def _env(rows: tuple[str, ...]) -> dict[str, str]:

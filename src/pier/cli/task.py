@@ -97,9 +97,10 @@ async def prove_tasks(
     tasks: list[Task], attempts: int, image: str | None, backend: str, concurrency: int, output: Path | None, show: Any
 ) -> tuple[list[Proof], list[Problem]]:
     from pier.trial.check import find_history, prove
+    from pier.trial.config import EnvironmentConfig
     from pier.trial.spec import SandboxChoice, open_services
 
-    choice = SandboxChoice(backend=backend, image=image, hidden=tuple(task.path for task in tasks))
+    choice = SandboxChoice(EnvironmentConfig(type=backend), image=image, hidden=tuple(task.path for task in tasks))
     with tempfile.TemporaryDirectory(prefix="pier-check.") as scratch:
         async with open_services(backend, label="task check") as services:
             place = output or Path(scratch)

@@ -5,8 +5,9 @@ to give one. A call for which every turn is reserved waits to see what becomes o
 exactly N generations, also with calls in parallel. Tokens and money are known only after a turn: no call begins once
 the line is crossed, and those under way go on.
 
-A `Limiter` is shared by all sessions that use a provider with the same key. When the provider says "later", all of them
-wait, not only the call that got this answer. `CallClock` keeps the time that a call spends in such waits, for metrics.
+A `Limiter` is shared by all sessions that use a provider with the same key. When the provider says "later", all calls
+of the session wait, not only the one that got this answer; and all sessions wait when it says so to most of them.
+`CallClock` keeps the time that a call spends in such waits, for metrics.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -279,38 +280,59 @@ class Retry:
         return wait if waited + wait <= self.patience else None
 
 
+_RECENT = 300.0
+"""Seconds for which a session counts as one that uses a provider."""
+
+
 class Limiter:
-    """The shared gate in front of one provider."""
+    """The shared gate in front of one provider. A pause that the provider asks for holds the session that it answered,
+    and all others once most of the sessions that use it were answered so: one of them may have caused it by itself."""
 
     def __init__(self, requests_per_minute: int | None = None, concurrency: int | None = None) -> None:
         self._pace = Meter(Budget(requests_per_minute=requests_per_minute))
         self._slots = asyncio.Semaphore(concurrency) if concurrency else None
-        self._closed_until = 0.0
+        self._pauses: dict[Hashable, float] = {}
+        """When each session that was asked to pause may go on."""
+        self._recent: OrderedDict[Hashable, float] = OrderedDict()
+        """The sessions that use the provider, and when each last did."""
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the provider asked for a pause that is not over."""
-        return self._closed_until > time.monotonic()
+    def closed_for(self, session: Hashable) -> float:
+        """Seconds until the provider takes requests of a session again."""
+        if not self._pauses:
+            return 0.0
+        now = time.monotonic()
+        self._pauses = {each: until for each, until in self._pauses.items() if until > now}
+        until = self._pauses.get(session, now)
+        if 2 * len(self._pauses) > len(self._recent.keys() | self._pauses.keys() | {session}):
+            until = max(until, min(self._pauses.values()))
+        return until - now
 
-    def close_for(self, seconds: float) -> None:
-        """The provider asked for a pause."""
-        self._closed_until = max(self._closed_until, time.monotonic() + seconds)
+    def close_for(self, session: Hashable, seconds: float) -> None:
+        """The provider asked a session for a pause."""
+        self._pauses[session] = max(self._pauses.get(session, 0.0), time.monotonic() + seconds)
 
-    async def pass_gate(self) -> None:
-        """Wait until a request may be sent."""
-        left = self._closed_until - time.monotonic()
-        while left > 0:
-            await pause(left)
-            left = self._closed_until - time.monotonic()
-        await self._pace.pace()
-
-    async def acquire(self) -> None:
-        """Take one of the requests that may run at the same time."""
-        if self._slots and self._slots.locked():
-            with waiting():
+    async def acquire(self, session: Hashable) -> None:
+        """Wait until a request of the session may be sent, and take one of those that may run at the same time."""
+        now = self._recent[session] = time.monotonic()
+        self._recent.move_to_end(session)
+        while now - next(iter(self._recent.values())) > _RECENT:
+            self._recent.popitem(last=False)
+        while True:
+            while (left := self.closed_for(session)) > 0:
+                await pause(left)
+            if self._slots and self._slots.locked():
+                with waiting():
+                    await self._slots.acquire()
+            elif self._slots:
                 await self._slots.acquire()
-        elif self._slots:
-            await self._slots.acquire()
+            if self.closed_for(session) <= 0:
+                break
+            self.release()
+        try:
+            await self._pace.pace()
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         if self._slots:

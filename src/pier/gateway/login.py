@@ -27,11 +27,12 @@ from multidict import CIMultiDict
 
 from pier.errors import UsageError
 from pier.files import write_json
+from pier.wire.contract import load
 from pier.wire.turn import DialectName
 
 if TYPE_CHECKING:
     from pier.gateway.logins import Unwrapper
-    from pier.gateway.upstream import Answer
+    from pier.gateway.pool import Answer
 
 _LOCK_TIMEOUT = 45.0
 """Seconds to wait for a lock; a refresh takes one."""
@@ -350,7 +351,7 @@ async def read_small(answer: Answer) -> bytes:
 
 def json_object(raw: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(raw)
+        value = load(raw)
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

@@ -7,7 +7,6 @@ own client, if there is one.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
@@ -22,6 +21,7 @@ from pier.errors import UsageError
 from pier.gateway.login import Login
 from pier.gateway.logins import LOGINS, find_login
 from pier.home import pier_home
+from pier.plugin import nearest
 from pier.record.redact import is_secret_name
 from pier.wire.dialects import DIALECTS, check_name
 from pier.wire.turn import DialectName
@@ -177,10 +177,10 @@ class Directory:
         name = _ALIASES.get(name, name)
         if name in self._providers:
             return self._providers[name]
-        near = difflib.get_close_matches(name, self._providers, n=1)
+        near = nearest(name, self._providers)
         raise UsageError(
             f"unknown provider {name!r}; known: {', '.join(self._providers)}",
-            hint=f"write {near[0]}/MODEL"
+            hint=f"write {near}/MODEL"
             if near
             else "add it to providers.toml, or give its address: pier run --base-url, pier gateway serve --upstream",
             code="provider-unknown",

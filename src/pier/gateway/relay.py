@@ -8,7 +8,6 @@ request is read into its canonical form, and the answer is written from canonica
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import asdict, replace
@@ -21,7 +20,7 @@ from pier.gateway.providers import Target
 from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
 from pier.record.redact import Scrubber
 from pier.wire.body import parse
-from pier.wire.contract import compact, dump
+from pier.wire.contract import Dialect, compact, dump, load
 from pier.wire.dialects import BadResponse
 from pier.wire.faults import classify
 from pier.wire.headers import plain_headers
@@ -41,7 +40,7 @@ from pier.wire.turn import (
 
 if TYPE_CHECKING:
     from pier.gateway.policy import Policy
-    from pier.gateway.upstream import Answer
+    from pier.gateway.pool import Answer
 
 
 async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
@@ -67,9 +66,9 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
 
 
 async def _whole(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, keeps_tokens: bool) -> None:
-    raw = await _recorded_answer(x, answer, scrub)
+    raw = await _recorded_answer(x, answer, scrub, x.caller.dialect)
     try:
-        value = json.loads(raw)
+        value = load(raw)
     except ValueError:
         value = None
     if not isinstance(value, dict):
@@ -152,19 +151,19 @@ async def _pass_on(x: Exchange, block: bytes, watch: AnswerWatch, extras: Extras
 
 async def _stream_whole(x: Exchange, answer: Answer, scrub: Scrubber) -> None:
     """The upstream did not stream. What it gave instead is streamed from here, if it is an answer at all."""
-    raw = await _recorded_answer(x, answer, scrub)
+    raw = await _recorded_answer(x, answer, scrub, x.caller.dialect)
     dialect = x.caller.dialect
     try:
-        turn = dialect.parse_response(json.loads(raw))
+        turn = dialect.parse_response(load(raw))
     except (ValueError, BadResponse, AttributeError, TypeError):
         words = f"the provider answered with {answer.content_type} instead of a stream: {_glimpse(raw)}"
         raise UpstreamFailed(502, words, "server") from None
     return await _deliver(x, turn)
 
 
-async def _recorded_answer(x: Exchange, answer: Answer, scrub: Scrubber) -> bytes:
-    """All of an answer that is not streamed, without secrets."""
-    raw = scrub(await read_answer(answer))
+async def _recorded_answer(x: Exchange, answer: Answer, scrub: Scrubber, dialect: Dialect) -> bytes:
+    """All of an answer that is not streamed, without secrets. It may come in pieces, such as Gemini's JSON array."""
+    raw = scrub(await read_answer(answer, lambda data: x.heard(data, dialect)))
     x.record.status("upstream", answer.status, answer.headers, False)
     x.record.chunk("upstream", raw)
     return raw
@@ -200,9 +199,9 @@ async def translated(x: Exchange, target: Target) -> None:
             if x.stream and answer.content_type.startswith("text/event-stream"):
                 async with aclosing(_deltas(x, answer, translation, scrub)) as deltas:
                     return await _render(x, deltas)
-            raw = await _recorded_answer(x, answer, scrub)
+            raw = await _recorded_answer(x, answer, scrub, translation.dialect)
             try:
-                turn = translation.dialect.parse_response(json.loads(raw))
+                turn = translation.dialect.parse_response(load(raw))
             except (ValueError, BadResponse) as error:
                 raise UpstreamFailed(
                     502, f"{target.provider.name}'s answer cannot be read: {error}", "server"

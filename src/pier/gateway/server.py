@@ -106,7 +106,7 @@ class Gateway:
 
     async def __aenter__(self) -> Gateway:
         _allow_many_files()
-        self.upstreams.open()
+        self.upstreams.pool.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -120,7 +120,7 @@ class Gateway:
         for server in self._servers.values():
             await server.shutdown(1)
         self._servers.clear()
-        await self.upstreams.close()
+        await self.upstreams.pool.close()
         await self.flusher.close()
 
     @property

@@ -8,7 +8,6 @@ calls are answered by a provider, a policy, a script or a recording, found by th
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 import time
@@ -35,6 +34,7 @@ from pier.redact import Redactor
 from pier.trajectory.calls import RECENT, Generation, Node, OnGeneration, compute_keys, with_version
 from pier.wire.body import MOST_VALUES, Body, count_values, memory_of, parse
 from pier.wire.checks import close_book, is_closed, offline, prescribe
+from pier.wire.contract import load
 from pier.wire.dialects import BadRequest
 from pier.wire.faults import Fault
 from pier.wire.translate import Memory
@@ -97,7 +97,7 @@ class ByProvider:
                 raw = Scrubber(*self.target.provider.secrets)(await read_answer(answer))
                 record.status("upstream", answer.status, answer.headers, False)
                 record.chunk("upstream", raw)
-                return raw if isinstance(json.loads(raw), dict) else None
+                return raw if isinstance(load(raw), dict) else None
         except (UpstreamFailed, ValueError):
             return None
 

@@ -8,10 +8,9 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -26,12 +25,8 @@ from pier.job.view import JobView
 _WARNINGS = 10
 
 
-class Show(Enum):
-    """How much is shown: progress and a report, nothing, or JSON at the end."""
-
-    FULL = "full"
-    QUIET = "quiet"
-    JSON = "json"
+Show = Literal["full", "quiet", "json"]
+"""How much is shown: progress and a report, nothing, or JSON at the end."""
 
 
 def run_and_report(
@@ -40,23 +35,20 @@ def run_and_report(
     """Run the job that `config` asks for, or continue it; the answer is the exit code."""
     warnings: list[str] = []
     with open_for(config, env, yes=yes, check=lambda: _check(config, env), warn=warnings.append) as job:
-        if show is Show.FULL:
+        if show == "full":
             _print_warnings(warnings)
         return _run(job, env, show, hook)
 
 
-def run_without_report(
-    config: JobConfig, env: Mapping[str, str], show: Show, *, again: Wanted | None = None
-) -> tuple[Path, int]:
-    """The same for callers that report in their own way: the job's directory, and the exit code. Finished trials that
-    `again` takes are run once more."""
+def run_without_report(config: JobConfig, env: Mapping[str, str], show: Show, *, again: Wanted | None = None) -> int:
+    """The same for callers that report in their own way. Finished trials that `again` takes are run once more."""
     with open_for(config, env, check=lambda: _check(config, env)) as job:
         if again is not None:
             void(job, again)
         interrupted = _run_owed(job, env, _progress(job, show), None)
-        if show is Show.FULL and (interrupted or job.stopped):
+        if show == "full" and (interrupted or job.stopped):
             click.echo(f"{job.stopped or 'interrupted'}; run the same command to continue", err=True)
-        return job.directory, exit_code(job.ledger, graded=not config.verifier.disable, interrupted=interrupted)
+        return exit_code(job.ledger, graded=not config.verifier.disable, interrupted=interrupted)
 
 
 def _print_warnings(warnings: list[str]) -> None:
@@ -88,7 +80,7 @@ def again_and_report(
         job.config.budget = job.config.budget.model_copy(update=dict(budget))
         if n_concurrent is not None:
             job.config.n_concurrent_trials = n_concurrent
-        if wanted is not None and void(job, wanted) == 0 and show is Show.FULL:
+        if wanted is not None and void(job, wanted) == 0 and show == "full":
             click.echo("no finished trial matches", err=True)
         return _run(job, env, show)
 
@@ -106,22 +98,22 @@ def regrade_and_report(
     if n_concurrent is not None:
         config.n_concurrent_trials = n_concurrent
     with open_regrade(source, config, env) as job:
-        if job.left_out and show is Show.FULL:
+        if job.left_out and show == "full":
             click.echo(f"skipping {job.left_out} finished trials that kept no state", err=True)
         return _run(job, env, show)
 
 
 def _run(job: OpenJob, env: Mapping[str, str], show: Show, hook: TrialHook | None = None) -> int:
     progress = _progress(job, show)
-    if show is Show.FULL and job.continued:
+    if show == "full" and job.continued:
         done, total = progress.done, len(job.ledger.plan.trials)
         click.echo(f"continuing {job.directory}: {done} of {total} trials are done", err=True)
     interrupted = _run_owed(job, env, progress, hook)
     view = JobView.of(job.ledger)
-    if show is Show.JSON:
+    if show == "json":
         result = result_of(view, [metric.type for metric in job.config.metrics])
         click.echo(json.dumps({**result, "directory": str(job.directory)}))
-    elif show is Show.FULL:
+    elif show == "full":
         print_report(view, seconds=progress.seconds, interrupted=interrupted, stopped=job.stopped)
     return exit_code(job.ledger, graded=not job.config.verifier.disable, interrupted=interrupted)
 
@@ -141,7 +133,7 @@ async def run_quietly(
         except asyncio.CancelledError:
             await asyncio.wait([opening])  # only what is open can be closed
             raise
-        await run_job(job, env, _progress(job, Show.QUIET), Interrupts(), hook)
+        await run_job(job, env, _progress(job, "quiet"), Interrupts(), hook)
         return job.directory
 
 
@@ -161,7 +153,7 @@ def _run_owed(job: OpenJob, env: Mapping[str, str], progress: Progress, hook: Tr
 def _progress(job: OpenJob, show: Show) -> Progress:
     total, outcomes = len(job.ledger.plan.trials), job.ledger.outcomes
     finished = [outcomes[id] for id in job.ledger.plan.by_id if id in outcomes]
-    if show is not Show.FULL:
+    if show != "full":
         return Progress(total, finished)
     if sys.stderr.isatty():
         from rich.console import Console

@@ -22,9 +22,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from pier.errors import UsageError
-from pier.job.config import JobConfig, Setting, expected, model_in
+from pier.job.config import JobConfig, Setting, expected
+from pier.plugin import nearest
 from pier.redact import REDACTED, Redactor
 from pier.secret import HIDDEN, TEMPLATE, is_secret, looks_secret, secrets_in, secrets_in_text, value_on_disk
+from pier.task.load import model_in
 from pier.trial.record import backend_fields
 
 UNSUPPORTED = tuple(
@@ -166,10 +168,8 @@ def _complaints(error: ValidationError, flags: Mapping[str, str]) -> Iterator[st
         where = flags.get(_key(place), where)
         model, field = _find(place)
         if found["type"] == "extra_forbidden":
-            from difflib import get_close_matches
-
-            near = get_close_matches(str(place[-1]), model.model_fields if model else (), n=1)
-            yield f"unknown key {where}" + (f", did you mean {near[0]!r}?" if near else "")
+            near = nearest(str(place[-1]), model.model_fields if model else ())
+            yield f"unknown key {where}" + (f", did you mean {near!r}?" if near else "")
             continue
         said = found["msg"].removeprefix("Value error, ") if found["type"] == "value_error" else None
         wanted = said or f"expected {expected(field)}" if field else said or found["msg"]
@@ -258,7 +258,7 @@ def _typed(value: str) -> Any:
 
 def _agents(agents: list[dict[str, Any]], apart: Mapping[str, Any]) -> list[dict[str, Any]]:
     if name := apart.get("agents.name"):
-        agents = [{"import_path" if ":" in name else "name": name}]
+        agents = [{"name": name}]
     if models := apart.get("agents.model_name"):
         if len(agents) > 1:
             raise UsageError("cannot use -m with a job file that names several agents", hint="give -a as well")

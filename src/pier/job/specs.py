@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -28,20 +28,17 @@ from pier.job.plan import Plan, PlannedTrial
 from pier.plugin import find, load
 from pier.redact import Redactor
 from pier.sandbox import BACKENDS
-from pier.sandbox.contract import Backend, Limits, Mount, OnOutput, Result, Sandbox
+from pier.sandbox.contract import Backend, Mount, OnOutput, Result, Sandbox
 from pier.task import Task, load_task
 from pier.task.load import Origin, describe
-from pier.task.model import Artifact, McpServerTable
+from pier.task.model import Artifact
 from pier.task.sources import check_out
-from pier.trial.agent import check_choice, make_agent
+from pier.trial.agent import check_settings, make_agent, mcp_tables, sampling_of
 from pier.trial.collect import STATE, has_state, restore_state
 from pier.trial.images import ImageRequest
 from pier.trial.plan import agent_plan
 from pier.trial.result import MULTIPLIERS
-from pier.trial.spec import AgentChoice, SandboxChoice, TrialSpec, VerifierChoice
-
-if TYPE_CHECKING:
-    from pier.wire.turn import Sampling
+from pier.trial.spec import SandboxChoice, TrialSpec
 
 AGENT = "pier.job.specs:KeptState"
 REVIEW = "pier.review.order:as_review"
@@ -106,22 +103,17 @@ class Specs:
         self._config = config
         self._task = lru_cache(64)(self._load_task)  # a plan goes through its tasks in order
         self._agents = [_agent(agent, env) for agent in config.agents]
-        for choice in self._agents:
-            agent = _check_agent(choice, job_budget=bool(config.budget.model_dump(exclude_none=True)))
-            if agent.options and config.regrade_of is None and choice.name.partition("@")[0] in AGENTS:
-                _check_options(agent, choice)
+        for settings in self._agents:
+            agent = _check_agent(settings, job_budget=bool(config.budget.model_dump(exclude_none=True)))
+            if agent.options and config.regrade_of is None and settings.kind.partition("@")[0] in AGENTS:
+                _check_options(agent, settings)
         self._sandbox = replace(_sandbox(config, env), hidden=_hidden(config, plan))
-        self._verifier = VerifierChoice(
-            enabled=not config.verifier.disable,
-            env=config.verifier.env,
-            timeout=config.verifier.override_timeout_sec,
-            max_timeout=config.verifier.max_timeout_sec,
-            hosts=tuple(config.verifier.extra_allowed_hosts),
-            keep_processes=not config.verifier.kill_processes,
-        )
         self._multipliers = {name: getattr(config, name) for name in MULTIPLIERS}
         self.builds = config.n_concurrent_builds
-        self._artifacts = _read(tuple[Artifact, ...], config.artifacts, "artifacts")
+        try:
+            self._artifacts = TypeAdapter(tuple[Artifact, ...]).validate_python(config.artifacts)
+        except ValidationError as error:
+            raise UsageError(f"artifacts{describe(error)}", code="job-config") from error
         self._secrets = tuple(sorted(set(job_secrets(dumped, env))))
         self.redactor = Redactor(self._secrets)
 
@@ -130,13 +122,13 @@ class Specs:
         task, agent = self._task(trial.task), self._agents[trial.agent]
         if self._config.regrade_of is not None:
             states = _states(Path(self._config.regrade_of, trial.name), task)
-            agent = AgentChoice(AGENT, options={"states": [str(state) for state in states]})
+            agent = AgentConfig(name=AGENT, kwargs={"states": [str(state) for state in states]})
         spec = TrialSpec(
             name=trial.name,
             task=task,
             directory=directory,
             agent=agent,
-            verifier=self._verifier,
+            verifier=self._config.verifier,
             sandbox=self._sandbox,
             multipliers=self._multipliers,
             attempt=trial.attempt,
@@ -172,72 +164,45 @@ class Specs:
         return task
 
 
-def _agent(agent: AgentConfig, env: Mapping[str, str]) -> AgentChoice:
-    name = agent.import_path or agent.name or "oracle"
+def _agent(agent: AgentConfig, env: Mapping[str, str]) -> AgentConfig:
+    """The settings of an agent with their templates filled, but for those of `env`."""
     model = fill(agent.model_name, env, "agents.model_name")
     options = fill(agent.kwargs, env, "agents.kwargs")
-    if agent.direct and model and "model" in find_agent(name).options:
+    if agent.direct and model and "model" in find_agent(agent.kind).options:
         options = {"model": model, **options}
-    return AgentChoice(
-        name=name,
-        model=model,
-        options=options,
-        direct=agent.direct,
-        install=agent.install_in_sandbox,
-        env=agent.env,
-        timeout=agent.override_timeout_sec,
-        setup_timeout=agent.override_setup_timeout_sec,
-        max_timeout=agent.max_timeout_sec,
-        hosts=tuple(agent.extra_allowed_hosts),
-        mcp_servers=_read(tuple[McpServerTable, ...], agent.mcp_servers, "agents.mcp_servers"),
-        budget=agent.budget.model_dump(exclude_none=True),
-        sampling=_sampling(agent.sampling),
-        connection=fill(agent.connection, env, "agents"),
-    )
+    update = {"model_name": model, "kwargs": options, **fill(agent.connection, env, "agents")}
+    filled = agent.model_copy(update=update)
+    mcp_tables(filled)
+    sampling_of(filled)
+    return filled
 
 
-def _sampling(given: Mapping[str, Any]) -> Sampling | None:
-    """Sampling parameters from a job's file or its flags; one stop sequence may be given as text."""
-    if not given:
-        return None
-    from pier.wire.turn import Sampling
-
-    known = Sampling.__dataclass_fields__
-    for name in given.keys() - known.keys():
-        raise UsageError(f"invalid value '{name}={given[name]}' for --sampling: expected one of {', '.join(known)}")
-    values = {name: [value] if name == "stop" and isinstance(value, str) else value for name, value in given.items()}
-    try:
-        return TypeAdapter(Sampling).validate_python(values)
-    except ValidationError as error:
-        name = str(error.errors()[0]["loc"][0])
-        shown, expected = f"{name}={given[name]}", f"a value of the type {known[name].type}"
-        raise UsageError(f"invalid value {shown!r} for --sampling: expected {expected}") from None
-
-
-def _check_options(agent: Agent, choice: AgentChoice) -> None:
+def _check_options(agent: Agent, settings: AgentConfig) -> None:
     """Refuse values of options that pier's own agents cannot be started with: making the command shows them."""
-    endpoint = Endpoint("http://127.0.0.1", "", choice.model) if choice.model and not choice.direct else None
-    agent.mounts(choice.options)
+    endpoint = (
+        Endpoint("http://127.0.0.1", "", settings.model_name) if settings.model_name and not settings.direct else None
+    )
+    agent.mounts(settings.kwargs)
     with contextlib.suppress(AgentError, TaskError):  # some need more than options
-        agent.launch(AgentRun("", "/", endpoint, options=choice.options))
+        agent.launch(AgentRun("", "/", endpoint, options=settings.kwargs))
 
 
-def _check_agent(choice: AgentChoice, *, job_budget: bool) -> Agent:
+def _check_agent(settings: AgentConfig, *, job_budget: bool) -> Agent:
     """The agent. Refuses one that does not exist, options that it does not take, a missing model, and limits that
     cannot be held, before anything runs."""
-    agent = make_agent(choice)
-    check_choice(agent, choice)
-    if agent.dialect is not None and choice.model is None and not choice.direct:
-        raise UsageError(f"the agent {choice.name} needs a model", hint="add -m MODEL", code="no-model")
-    if choice.connection and (choice.direct or (choice.model or "").startswith(("script:", "replay:"))):
+    agent = make_agent(settings)
+    check_settings(agent, settings)
+    if agent.dialect is not None and settings.model_name is None and not settings.direct:
+        raise UsageError(f"the agent {settings.kind} needs a model", hint="add -m MODEL", code="no-model")
+    if settings.connection and (settings.direct or (settings.model_name or "").startswith(("script:", "replay:"))):
         raise UsageError(
-            f"{', '.join(choice.connection)}: the gateway calls no provider for the agent {choice.name}",
-            hint="give the address and the key with --ae" if choice.direct else "leave it out",
+            f"{', '.join(settings.connection)}: the gateway calls no provider for the agent {settings.kind}",
+            hint="give the address and the key with --ae" if settings.direct else "leave it out",
             code="no-provider",
         )
-    if choice.direct and (choice.budget or job_budget):
+    if settings.direct and (settings.budget.model_dump(exclude_none=True) or job_budget):
         raise UsageError(
-            f"cannot enforce a budget: the agent {choice.name} calls its provider directly",
+            f"cannot enforce a budget: the agent {settings.kind} calls its provider directly",
             hint="leave out --direct, or the limits",
             code="direct-budget",
         )
@@ -265,25 +230,7 @@ def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
         )
     if environment.override_gpus and getattr(backend, "has_gpus", None) is Backend.has_gpus:
         raise UsageError(f"the backend {environment.backend} has no GPUs", hint="leave out --override-gpus")
-    return SandboxChoice(
-        backend=environment.backend,
-        image=image,
-        force_build=environment.force_build,
-        hosts=tuple(environment.extra_allowed_hosts),
-        env=environment.env,
-        limits=Limits(
-            cpus=environment.override_cpus,
-            memory=_bytes(environment.override_memory_mb),
-            disk=_bytes(environment.override_storage_mb),
-            processes=environment.override_processes,
-        ),
-        gpus=environment.override_gpus,
-        mounts=_mounts(environment),
-    )
-
-
-def _bytes(megabytes: int | None) -> int | None:
-    return None if megabytes is None else megabytes << 20
+    return SandboxChoice(environment, image, mounts=_mounts(environment))
 
 
 def _hidden(config: JobConfig, plan: Plan) -> tuple[Path, ...]:
@@ -311,10 +258,3 @@ def _mounts(environment: EnvironmentConfig) -> tuple[Mount, ...]:
             raise UsageError(f"{where}: the source {str(source)!r} must be an absolute path that exists")
         found.append(Mount(row["target"], source, read_only=bool(row.get("read_only", False))))
     return tuple(found)
-
-
-def _read(kind: Any, value: Any, where: str) -> Any:
-    try:
-        return TypeAdapter(kind).validate_python(value)
-    except ValidationError as error:
-        raise UsageError(f"{where}{describe(error)}", code="job-config") from error

@@ -27,6 +27,8 @@ from pier.trial.result import ExceptionInfo, TimingInfo, TrialResult, read_resul
 
 CONFIG, LOCK, RESULT, LOG = "config.json", "lock.json", "result.json", "job.log"
 TRIAL_LOG = "trial.log"
+WORKSPACE_TRIALS = ".pier/trials"
+"""Where a workspace keeps its trials."""
 
 JobState = Literal["running", "interrupted", "unfinished", "done", "empty", "broken"]
 """`interrupted` is a job of pier's with trials left that no process runs; for other programs' jobs it is not known
@@ -92,6 +94,8 @@ class JobView:
     """Files and lines that could not be read."""
     n_planned: int = 0
     """How many trials the journal, or another program's result or lock, says are planned."""
+    is_job: bool = True
+    """False for a directory that holds trials and is not a job."""
     _ledger: Ledger | None = field(default=None, repr=False)
 
     @classmethod
@@ -132,7 +136,7 @@ class JobView:
         """A directory that holds trials and is not a job: a workspace's, or one that trials were copied to."""
         with Tree(path.resolve()) as tree:
             found = any(_looks_like_trial(tree.path / name) for name in _directories(tree))
-        return cls(directory=path, state="unfinished" if found else "empty")
+        return cls(directory=path, state="unfinished" if found else "empty", is_job=False)
 
     @property
     def name(self) -> str:
@@ -281,6 +285,23 @@ class TrialView:
                 logs=(*(path for name in names for path in existing(name)), *agents),
                 artifacts=existing("artifacts", "directory"),
             )
+
+
+def open_place(path: Path) -> JobView | TrialView:
+    """What a directory is: a job, a trial, a workspace with its trials, or else a directory that may hold trials."""
+    trials = path / ("trials" if path.name == ".pier" else WORKSPACE_TRIALS)
+    if trials.is_dir():
+        return JobView.of_trials(trials)
+    try:
+        if (view := JobView.open(path)).state != "empty":
+            return view
+    except JobError as error:
+        if error.code != "not-a-job":
+            raise
+    try:
+        return TrialView.open(path)
+    except JobError:
+        return JobView.of_trials(path)
 
 
 def step_places(tree: Tree) -> list[str]:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from pier import files
-from pier.errors import UsageError
+from pier.errors import PierError, UsageError
 from pier.record import FILE_NAMES, RECORDING
 from pier.tree import Tree, find_files, open_regular
+from pier.wire.body import count_values
 from pier.wire.sse import Framer, data_of, events_of, name_of
 from pier.wire.turn import Usage
 
@@ -156,22 +157,29 @@ class Recording:
         return [call for call in self.calls if call.kind == "generate"]
 
 
-_PER_PIECE = 64
+LIMIT = 512 << 20
+"""Bytes of a recording and its requests that are read unless the caller says otherwise."""
+_PER_PIECE, _PER_VALUE = 64, 256
+_MANY = 10_000
+"""JSON values of one line that are not worth counting."""
 
 
-class RecordingTooLarge(Exception):
-    """Reading the recording would take more memory than the caller allows."""
+class RecordingTooLarge(PierError):
+    """Reading the recording would take more memory than the caller allows. An agent chose its size."""
+
+    blame = "agent"
+    code = "recording_too_large"
 
 
 class Reader:
     """Follows one recording. `most` limits the bytes of the file and of all its requests, which a file that stores
-    each message once may hold many times: `RecordingTooLarge` beyond it."""
+    each message once may hold many times, and of values in long lines: `RecordingTooLarge` beyond it."""
 
-    def __init__(self, path: Path, most: int | None = None) -> None:
+    def __init__(self, path: Path, most: int | None = LIMIT) -> None:
         self.recording = Recording(path)
         self._most = most
         self._requested = 0
-        """Bytes of all requests, and some for each of their pieces."""
+        """Bytes of all requests, and some for each of their pieces and for each value of a long line."""
         self._offset = 0
         self._blobs: dict[int, bytes] = {}
         self._lists: dict[int, list[int]] = {}
@@ -193,7 +201,8 @@ class Reader:
 
     def _check_size(self, size: int) -> None:
         if self._most is not None and size > self._most:
-            raise RecordingTooLarge(f"{self.recording.path} takes more than {self._most} bytes")
+            path, most = self.recording.path, self._most >> 20
+            raise RecordingTooLarge(f"cannot read the recording {path}: more than {most} MB of memory are needed")
 
     def _read(self, line: bytes) -> Call | None:
         if line.startswith(b'{"t":"blob"') and (start := line.find(b'"json":', 0, 64)) > 0:
@@ -202,6 +211,9 @@ class Reader:
             except ValueError:
                 pass
             return None
+        if self._most is not None and (values := count_values(line, _MANY)) > _MANY:
+            self._requested += _PER_VALUE * values
+            self._check_size(self._offset + self._requested)
         try:
             value = json.loads(line)
         except ValueError:
@@ -304,8 +316,9 @@ def find(path: Path) -> Path:
     raise UsageError(f"no recording found at {path}", hint="give a recording, or a trial directory that has one")
 
 
-def read(path: Path, most: int | None = None) -> Recording:
-    """The whole recording at `path`, a file or a trial's directory; `RecordingTooLarge` as `Reader` has it."""
+def read(path: Path, most: int | None = LIMIT) -> Recording:
+    """The whole recording at `path`, a file or a trial's directory. `RecordingTooLarge` if that takes more than `most`
+    bytes of memory; None sets no limit."""
     reader = Reader(find(path), most)
     reader.poll()
     return reader.recording

@@ -139,11 +139,6 @@ def read_run(root: Path, name: str) -> CritiqueRun | None:
     return next((run for run in list_runs(root) if run.name == name), None)
 
 
-def read_critique(root: Path, run: str, trial: str) -> Critique | None:
-    """The critique of one trial in one run."""
-    return next((critique for critique in critiques_of(root, trial) if critique.run == run), None)
-
-
 def critiques_of(root: Path, trial: str) -> list[Critique]:
     """The critiques of one trial in all runs, the newest first."""
     runs = list_runs(root) if is_plain_name(trial) else []

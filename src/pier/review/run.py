@@ -173,7 +173,7 @@ def run_review(plan: ReviewPlan, options: ReviewOptions, *, model: str) -> Revie
     """Run the tasks of a plan, which are written already, or go on with them."""
     config = _review_config(options.config, plan, model)
     try:
-        _, code = run_without_report(config, options.env, options.show, again=Wanted(kind="errored"))
+        code = run_without_report(config, options.env, options.show, again=Wanted(kind="errored"))
     except UsageError as error:
         if plan.kind in ("check", "analysis") and error.code == "provider-key-missing":
             error.hint = f"{error.hint}, or leave out the model: --no-model"

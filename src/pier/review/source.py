@@ -16,13 +16,10 @@ from typing import Literal
 from pier.errors import JobError, TaskError, UsageError
 from pier.home import private_directories
 from pier.job.ledger import Outcome
-from pier.job.view import JobView, TrialView
+from pier.job.view import WORKSPACE_TRIALS, JobView, TrialView, open_place
 from pier.task import load_task
 from pier.tree import Tree
 from pier.trial.result import TrialResult, read_result
-
-WORKSPACE_TRIALS = ".pier/trials"
-"""Where a workspace keeps its trials."""
 
 Only = Literal["passed", "failed", "errored"]
 
@@ -110,23 +107,15 @@ def open_source(path: Path) -> Source:
     """The trials of a job, a workspace, a directory of trials, or one trial."""
     if not path.is_dir():
         raise UsageError(f"{path}: no such directory", hint="pier job list")
-    if (path / WORKSPACE_TRIALS).is_dir():
-        return _source(JobView.of_trials(path / WORKSPACE_TRIALS))
-    around = next((place for place in path.resolve().parents if (place / WORKSPACE_TRIALS).is_dir()), None)
-    try:
-        view = JobView.open(path)
-        if view.state != "empty" or around is None:
-            return _source(view)
-    except JobError as error:
-        if error.code != "not-a-job":
-            raise
-    try:
-        found = TrialView.open(path)
-    except JobError:
-        return _source(JobView.of_trials(around / WORKSPACE_TRIALS if around else path))
-    directory = path.resolve()
-    trial = SourceTrial(directory.name, directory, found.task, found.agent, found.model, found.outcome)
-    return Source(directory.parent, (trial,), single=True)
+    found = open_place(path)
+    if isinstance(found, TrialView):
+        directory = path.resolve()
+        trial = SourceTrial(directory.name, directory, found.task, found.agent, found.model, found.outcome)
+        return Source(directory.parent, (trial,), single=True)
+    around = (place / WORKSPACE_TRIALS for place in path.resolve().parents)
+    if not found.is_job and found.directory == path and (trials := next(filter(Path.is_dir, around), None)):
+        found = JobView.of_trials(trials)
+    return _source(found)
 
 
 def _source(view: JobView) -> Source:

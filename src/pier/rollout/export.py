@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 from pier.errors import PierError, UsageError
 from pier.rollout.samples import Counts, Sample, SampleOrigin, broken_promises, origins, samples_of
 from pier.trajectory.model import whole_characters
+from pier.trial.bounded import read_back_now
 
 FORMAT = 1
 Row = dict[str, Any]
@@ -195,6 +197,13 @@ class Report:
         self.without_logprobs += sample.exact and sample.logprobs is None
         self.kinds[sample.kind] = self.kinds.get(sample.kind, 0) + 1
 
+    def merge(self, other: Report) -> None:
+        for name in ("recordings", "samples", "written", "exact", "trainable", "without_reward", "without_logprobs"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.kinds = dict(Counter(self.kinds) + Counter(other.kinds))
+        self.counts.add(other.counts)
+        self.rows += other.rows
+
     def as_dict(self) -> Row:
         found = asdict(replace(self, rows=[])) | self.counts.as_dict()
         found["generations_without_tokens"] = found.pop("without_tokens")
@@ -219,18 +228,34 @@ def export(
     report = Report()
     for origin in (origin for place in places for origin in origins(place)):
         assert origin.recording is not None
-        samples, counts = samples_of(origin.recording, kinds)
-        rows = list(rows_of(samples, origin, form, trainable_only=trainable_only))
-        report.recordings += 1
-        report.counts.add(counts)
-        report.written += len(rows)
-        for sample in samples:
-            report.add(sample, origin)
-            report.rows.append(_line(sample, origin))
+        part, rows = read_back_now(_read_rows, origin.recording, origin, form, kinds, trainable_only, sink is None)
+        report.merge(part)
         if sink is not None:
             for row in rows:
-                sink.add(row)
+                sink.add(json.loads(row))
     return report
+
+
+def _read_rows(
+    recording: Path,
+    origin: SampleOrigin,
+    form: str,
+    kinds: Collection[str],
+    trainable_only: bool,
+    only_listed: bool,
+    most: int | None,
+) -> tuple[Report, list[bytes]]:
+    """The report and the rows, as JSON, of one recording."""
+    samples, counts = samples_of(recording, kinds, most)
+    report, rows = Report(recordings=1, counts=counts), list[bytes]()
+    for sample in samples:
+        report.add(sample, origin)
+        report.rows.append(_line(sample, origin))
+    for row in rows_of(samples, origin, form, trainable_only=trainable_only):
+        report.written += 1
+        if not only_listed:
+            rows.append(json.dumps(row).encode())
+    return report, rows
 
 
 def _line(sample: Any, origin: SampleOrigin) -> Row:

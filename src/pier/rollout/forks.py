@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -27,15 +27,16 @@ from pier.gateway.policy import Policy, Upstream, begin, checked, for_session, g
 from pier.gateway.providers import Provider
 from pier.image.model import Image
 from pier.redact import Redactor
-from pier.rollout.rollouts import KINDS, POLICY, Group, Rollout, make_rollout
+from pier.rollout.rollouts import KINDS, Group, Rollout, agent_on, make_rollout
 from pier.rollout.samples import SampleBuilder
 from pier.rollout.sandboxes import leased_directory
 from pier.sandbox.contract import Sandbox
 from pier.task import load_task
 from pier.trajectory.calls import Generation
+from pier.trial.config import AgentConfig, EnvironmentConfig
 from pier.trial.result import TrialResult
 from pier.trial.run import run_trial, trial_secrets
-from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec, open_services
+from pier.trial.spec import SandboxChoice, TrialServices, TrialSpec, open_services
 from pier.wire.dialects import DIALECTS
 from pier.wire.turn import Delta, Message, ModelFailed, Request, Sampling, Turn, TurnBuilder
 
@@ -153,7 +154,7 @@ async def fork(
     policy: Upstream,
     at: int,
     into: int,
-    agent: AgentChoice | str = "command",
+    agent: AgentConfig | str = "command",
     sampling: Sampling | None = None,
     budget: Budget | None = None,
     backend: str = "local",
@@ -167,10 +168,7 @@ async def fork(
     """
     if at < 1 or into < 1:
         raise UsageError(f"invalid fork at turn {at} into {into}: expected integers >= 1")
-    chosen = AgentChoice(agent) if isinstance(agent, str) else agent
-    limits = {name: value for name, value in asdict(budget).items() if value is not None} if budget else {}
-    model = policy if isinstance(policy, str) else chosen.model or POLICY
-    chosen = replace(chosen, model=model, sampling=sampling, budget={**chosen.budget, **limits})
+    chosen = agent_on(policy, agent, sampling, budget)
     loaded = load_task(Path(task))
     if loaded.is_multi_step:
         raise UsageError(f"{loaded.name}: a task with steps cannot be forked")
@@ -181,7 +179,7 @@ async def fork(
             url = "" if callable(policy) else await gateway.serve()
             runner = _Runner(replace(services, gateway=gateway), gateway, url, policy, place, kinds)
             spec = TrialSpec("trunk", loaded, place / "trunk", agent=chosen, recorded=False)
-            spec = replace(spec, sandbox=SandboxChoice(backend=backend, image=image))
+            spec = replace(spec, sandbox=SandboxChoice(EnvironmentConfig(type=backend), image=image))
             return await runner.fork(spec, at, into)
 
 
@@ -209,8 +207,7 @@ class _Runner:
 
     async def _trunk(self, spec: TrialSpec, at: int, group: Group) -> tuple[Rollout, Image, Request]:
         one, builder, opened = _Trunk(self._own(spec), self.policy, at), SampleBuilder(), list[Sandbox]()
-        agent = replace(spec.agent, policy=one)
-        spec = replace(spec, agent=agent, on_sandbox=opened.append, on_generation=lambda _, each: builder.add(each))
+        spec = replace(spec, policy=one, on_sandbox=opened.append, on_generation=lambda _, each: builder.add(each))
         running = asyncio.create_task(run_trial(spec, self.services))
         reached = asyncio.create_task(one.reached.wait())
         try:
@@ -234,7 +231,7 @@ class _Runner:
             name=name,
             directory=self.place / name,
             attempt=number,
-            agent=replace(spec.agent, policy=one),
+            policy=one,
             sandbox=replace(spec.sandbox, snapshot=snapshot),
             on_generation=lambda _, each: builder.add(each),
         )
@@ -248,8 +245,8 @@ class _Runner:
         own = for_session(self.policy, {"trial": spec.name})
         if callable(own):
             return own
-        assert spec.agent.model is not None
-        return _Served(self.gateway, self.url, own if isinstance(own, Provider) else None, spec.agent.model)
+        assert spec.agent.model_name is not None
+        return _Served(self.gateway, self.url, own if isinstance(own, Provider) else None, spec.agent.model_name)
 
     def _rollout(
         self, spec: TrialSpec, result: TrialResult | None, builder: SampleBuilder, group: Group, branch: _Branch | None

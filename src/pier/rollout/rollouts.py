@@ -26,6 +26,7 @@ from pier.gateway.policy import Upstream, version_of
 from pier.job.config import AgentConfig, BudgetConfig, DatasetConfig, EnvironmentConfig, JobConfig, RetryConfig
 from pier.job.ledger import Fault, Outcome
 from pier.job.plan import PlannedTrial
+from pier.record import RECORDING
 from pier.redact import Redactor
 from pier.rollout.export import Report, Row, is_trainable, rows_of
 from pier.rollout.samples import (
@@ -34,11 +35,10 @@ from pier.rollout.samples import (
     SampleBuilder,
     SampleOrigin,
     origin_of,
-    samples_of,
+    read_samples,
 )
 from pier.rollout.sandboxes import leased_directory
 from pier.trajectory.calls import Generation
-from pier.trial.agent import RECORDING
 from pier.trial.result import TrialResult, read_result
 from pier.trial.run import trial_secrets
 from pier.trial.spec import TrialSpec
@@ -264,8 +264,7 @@ class RolloutCollector:
             one.builders.setdefault(step, SampleBuilder()).add(generation)
             self._check_age(one, generation)
 
-        agent = replace(spec.agent, policy=self._policy) if self._policy is not None else spec.agent
-        spec = replace(spec, agent=agent, on_generation=watch, recorded=self._recorded)
+        spec = replace(spec, policy=self._policy, on_generation=watch, recorded=self._recorded)
         one.clock = asyncio.timeout_at(group.ends_at)
         try:
             async with one.clock:
@@ -319,8 +318,7 @@ class RolloutCollector:
         steps = [each.step_name for each in result.step_results or ()] if result else []
         for step in steps or [None]:
             place = (directory / "steps" / step if step else directory) / "agent" / RECORDING
-            found = samples_of(place, self._limits.kinds) if place.is_file() else ([], Counts())
-            sessions[step] = (*found, place)
+            sessions[step] = (*read_samples(place, self._limits.kinds), place)
         self._add(trial, outcome, result, sessions, Redactor())
 
     def _add(
@@ -438,6 +436,20 @@ class Rollouts:
                     yield waiting.pop(rollout.group.id)
 
 
+def agent_on(
+    policy: Upstream, agent: str | AgentConfig, sampling: Sampling | None, budget: Budget | None
+) -> AgentConfig:
+    """The settings of an agent whose model is `policy`."""
+    settings = AgentConfig(name=agent) if isinstance(agent, str) else agent
+    model = policy if isinstance(policy, str) else settings.model_name or POLICY
+    update: dict[str, Any] = {"model_name": model}
+    if sampling is not None:
+        update["sampling"] = sampling.given()
+    if budget is not None:
+        update["budget"] = BudgetConfig(**asdict(budget))
+    return settings.model_copy(update=update)
+
+
 def rollouts(
     tasks: str | Path | Sequence[str | Path],
     *,
@@ -468,17 +480,10 @@ def rollouts(
     tasks have the variables of yours that they ask for.
     """
     named = isinstance(policy, str)
-    by = "import_path" if isinstance(agent, str) and ":" in agent else "name"
-    settings = AgentConfig.model_validate({by: agent}) if isinstance(agent, str) else agent
-    update: dict[str, Any] = {"model_name": policy if named else settings.model_name or POLICY}
-    if sampling is not None:
-        update["sampling"] = sampling.given()
-    if budget is not None:
-        update["budget"] = BudgetConfig(**asdict(budget))
     places = [tasks] if isinstance(tasks, str | Path) else tasks
     config = JobConfig(
         datasets=[DatasetConfig(path=str(place)) for place in places],
-        agents=[settings.model_copy(update=update)],
+        agents=[agent_on(policy, agent, sampling, budget)],
         environment=EnvironmentConfig(type=backend) if isinstance(backend, str) else backend,
         image=image,
         n_attempts=group,

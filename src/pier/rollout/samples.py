@@ -17,6 +17,7 @@ which is not a reward of 0; its termination says where the fault lies.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -25,13 +26,16 @@ from typing import Any, Literal
 
 from pier.errors import UsageError
 from pier.record import FILE_NAMES, RECORDING
-from pier.record.reader import Recording, read
+from pier.record.reader import LIMIT, Recording, RecordingTooLarge, read
 from pier.trajectory.calls import Generation, Kind, Node, read_calls
 from pier.trajectory.lineage import Lineage, Thread
 from pier.trajectory.model import file_content
 from pier.tree import TreeError, find_files
+from pier.trial.bounded import read_back_now
 from pier.wire.dialects import DIALECTS
 from pier.wire.turn import Message, Request, Turn
+
+log = logging.getLogger(__name__)
 
 Split = Literal["retokenised", "compaction", "history_changed", "fork", "no_tokens"]
 """Why a sample does not go on with the one before: its prompt's ids differ from what was sampled; its history was
@@ -173,10 +177,22 @@ class Counts:
                 mine[key] = mine.get(key, 0) + number
 
 
-def samples_of(recording: Path | Recording, kinds: Collection[str] = KINDS) -> tuple[list[Sample], Counts]:
-    """The samples of a recording (a file, a trial's directory, or read already) and what became of its calls."""
-    found = read(recording) if isinstance(recording, Path) else recording
+def samples_of(
+    recording: Path | Recording, kinds: Collection[str] = KINDS, most: int | None = LIMIT
+) -> tuple[list[Sample], Counts]:
+    """The samples of a recording (a file, a trial's directory, or read already) and what became of its calls;
+    `RecordingTooLarge` as `Reader` has it."""
+    found = read(recording, most) if isinstance(recording, Path) else recording
     return from_nodes((node for _, node in read_calls(found.generations())), kinds)
+
+
+def read_samples(recording: Path, kinds: Collection[str]) -> tuple[list[Sample], Counts]:
+    """The same in bounded memory: none, with a warning, of a recording that its agent made too large or removed."""
+    try:
+        return read_back_now(samples_of, recording, kinds) if recording.is_file() else ([], Counts())
+    except RecordingTooLarge as error:
+        log.warning("%s; the rollout has no samples", error)
+        return [], Counts()
 
 
 def from_nodes(nodes: Iterable[Node], kinds: Collection[str] = KINDS) -> tuple[list[Sample], Counts]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pier.errors import SandboxError
+from pier.errors import SandboxError, UsageError
 from pier.image.model import Image, OnProgress
 from pier.lease import Held, Lease
 from pier.network.policy import NetworkMode, NetworkPolicy, OnDecision
@@ -69,6 +69,16 @@ class Mount:
     source: Path | None = None
     read_only: bool = True
     size: int | None = None
+
+    @classmethod
+    def parse(cls, text: str, flag: str, default: str = "ro") -> Mount:
+        """A mount as `SRC:DST[:ro|rw]`, with an absolute source. `UsageError` names the `flag`."""
+        source, _, rest = text.partition(":")
+        target, _, mode = rest.partition(":")
+        if not source or not target.startswith("/") or mode not in ("", "ro", "rw"):
+            expected = "SRC:DST[:ro|rw] with an absolute DST"
+            raise UsageError(f"invalid value {text!r} for {flag}: expected {expected}", code="mounts")
+        return cls(target, Path(source).expanduser().resolve(), read_only=(mode or default) == "ro")
 
 
 @dataclass(frozen=True, slots=True)

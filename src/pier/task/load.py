@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from pier.errors import TaskError
+from pier.plugin import nearest
 from pier.task.model import (
     AgentTable,
     Artifact,
@@ -212,12 +213,10 @@ def unknown_keys(data: Any, model: type[BaseModel], prefix: str = "") -> Iterato
     for key, value in data.items():
         field = model.model_fields.get(key)
         if field is None:
-            import difflib
-
-            near = difflib.get_close_matches(str(key), model.model_fields, n=1)
-            yield UnknownKey(f"{prefix}{key}", f"{prefix}{near[0]}" if near else None)
+            near = nearest(str(key), model.model_fields)
+            yield UnknownKey(f"{prefix}{key}", f"{prefix}{near}" if near else None)
             continue
-        inner = _model_in(field.annotation)
+        inner = model_in(field.annotation)
         if inner is None:
             continue
         for index, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
@@ -225,10 +224,11 @@ def unknown_keys(data: Any, model: type[BaseModel], prefix: str = "") -> Iterato
             yield from unknown_keys(item, inner, f"{place}.")
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field holds one or several of; None for plain values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)
+    return next((found for part in get_args(annotation) if (found := model_in(part)) is not None), None)
 
 
 def strip_canary(text: str) -> str:

@@ -125,14 +125,18 @@ def generations_of(recording: Path, most: int | None = None) -> list[Generation]
 
 
 def read_calls(calls: Iterable[Call], recent: Iterable[Node] = ()) -> Iterator[tuple[Call, Node]]:
-    """Each generation with its node, but for those whose request cannot be read. A node shares what it says again with
-    the few nodes before it, of which `recent` are known already."""
+    """Each generation with its node, but for those whose request cannot be read or is nested too deeply. A node shares
+    what it says again with the few nodes before it, of which `recent` are known already."""
     before = deque(recent, RECENT)
     for call in calls:
-        if node := read_call(call):
+        try:
+            if (node := read_call(call)) is None:
+                continue
             compute_keys(node, before)
-            before.append(node)
-            yield call, node
+        except RecursionError:
+            continue
+        before.append(node)
+        yield call, node
 
 
 def with_version(turn: Turn, version: str | None) -> Turn:

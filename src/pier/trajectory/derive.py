@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pier.figures import add_known
+from pier.record import About
 from pier.record.reader import Reader, find
 from pier.trajectory import model as atif
 from pier.trajectory.calls import Node, read_calls
@@ -234,16 +235,6 @@ def iso(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """The agent's part of a trajectory's header."""
-
-    agent_name: str
-    agent_version: str | None = None
-    model_name: str | None = None
-    session_id: str | None = None
-
-
 @dataclass(slots=True)
 class StepTotals:
     """The usage of some calls. `cost_usd` is None as soon as one of them has no known cost."""
@@ -324,19 +315,10 @@ class Derivation:
 
 
 def write_trajectory(
-    recording: Path,
-    target: Path,
-    *,
-    agent_name: str,
-    agent_version: str | None = None,
-    model_name: str | None = None,
-    session_id: str | None = None,
-    durable: bool = True,
-    most: int | None = None,
+    recording: Path, target: Path, about: About, *, durable: bool = True, most: int | None = None
 ) -> TrajectorySummary:
     """Write to `target` the trajectory of the recording at `recording`, a file or a trial's directory;
     `RecordingTooLarge` if it takes more than `most`, as `Reader` counts."""
-    about = About(agent_name, agent_version, model_name, session_id)
     return Derivation(recording, target, about, most).update(durable=durable)
 
 

@@ -1,10 +1,4 @@
-"""The agent's part of a trial: its inputs, its model, its clock, how its end is judged, and its trajectory.
-
-The trajectory is derived from the recording of the agent's model calls, else from its own session log. It is kept up to
-date while the agent runs, so that it can be watched and a run that is killed leaves one. Deriving takes time off the
-interpreter that serves the agents' models, so all trials of this process together spend at most a tenth of it on this.
-A recording that takes more memory is read in another process, whose memory is limited.
-"""
+"""The agent's part of a trial: its inputs, its model, its clock, and how its end is judged."""
 
 from __future__ import annotations
 
@@ -12,33 +6,31 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
 from pier import __version__
-from pier.agent.contract import PACK_PATH, Agent, AgentRun, McpServer, check_options, find_agent
+from pier.agent.contract import PACK_PATH, Agent, AgentRun, check_options, find_agent
 from pier.agent.oracle import OracleAgent
-from pier.endpoint import GATEWAY_PORT, Endpoint
 from pier.errors import AgentError, JobError, PierError, ProviderError, StorageError, UsageError
-from pier.record import RECORDING
-from pier.redact import Redactor
 from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
-from pier.task import Task, TaskStep
-from pier.task.model import resolve_headers
-from pier.tree import Tree
-from pier.trial.bounded import run_bounded
-from pier.trial.record import TrialRecord
-from pier.trial.result import AgentResult, captured, storage_fault
-from pier.trial.spec import Accept, AgentChoice, TrialServices, TrialSpec, user_text
+from pier.task import Task, TaskStep, resolve_env
+from pier.task.load import describe
+from pier.task.model import McpServerTable, resolve_headers
+from pier.trial.bounded import read_back
+from pier.trial.config import AgentConfig
+from pier.trial.result import AgentResult
+from pier.trial.spec import Accept, TrialSpec, user_text
 
 if TYPE_CHECKING:
     from pier.gateway.session import Session
     from pier.trajectory.calls import Generation
-    from pier.trajectory.derive import TrajectorySummary
+    from pier.wire.turn import Sampling
 
 R = TypeVar("R")
 log = logging.getLogger(__name__)
@@ -49,27 +41,24 @@ _GRACE = 60.0
 _FLOOD = 32
 """An agent with more model calls at once than this may have caused a rate limit itself, so it is graded."""
 
-_SMALL = 8 << 20
-"""Bytes of a recording and its requests that are read in this process; that may take thirty times as much memory."""
 
-
-def make_agent(choice: AgentChoice) -> Agent:
+def make_agent(settings: AgentConfig) -> Agent:
     """The agent that was chosen; options it does not take are refused by name."""
-    kind = find_agent(choice.name)
-    check_options(kind, choice.options)
+    kind = find_agent(settings.kind)
+    check_options(kind, settings.kwargs)
     return kind()
 
 
-def check_choice(agent: Agent, choice: AgentChoice) -> None:
+def check_settings(agent: Agent, settings: AgentConfig) -> None:
     """Refuse ways of running an agent that it does not have."""
-    if choice.direct and not agent.direct:
+    if settings.direct and not agent.direct:
         raise UsageError(
             f"the agent {agent.name} cannot be run with --direct: "
             + ("it calls no model" if agent.dialect is None else "it is set up for models behind the gateway alone"),
             hint="leave out --direct; the gateway takes -m PROVIDER/MODEL and your key",
             code="no-direct",
         )
-    if choice.install and agent.pack is None:
+    if settings.install_in_sandbox and agent.pack is None:
         raise UsageError(
             f"the agent {agent.name} comes from no registry, so there is nothing to install",
             hint="leave out --install-in-sandbox",
@@ -85,13 +74,13 @@ class ReadyAgent:
     version: str
 
 
-async def prepare_agent(agent: Agent, choice: AgentChoice, say: Callable[[str], None]) -> ReadyAgent:
+async def prepare_agent(agent: Agent, settings: AgentConfig, say: Callable[[str], None]) -> ReadyAgent:
     """What must be mounted for the agent: its pack, built now if it is not there yet, and what its options ask for.
     `say` receives progress of a build."""
-    mounts = agent.mounts(choice.options)
+    mounts = agent.mounts(settings.kwargs)
     if agent.pack is None:
         return ReadyAgent(mounts, agent.version or __version__)
-    if choice.install:
+    if settings.install_in_sandbox:
         return ReadyAgent(mounts, agent.pack.version or "latest")
     from pier.agent.pack.store import ensure_pack
 
@@ -114,42 +103,62 @@ def describe_run(
     *,
     workdir: str,
     home: str,
-    env: Mapping[str, str],
-    solution_env: Mapping[str, str],
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str],
 ) -> AgentRun:
-    """The agent's inputs for one step; the model's endpoint is added when its session is open."""
-    seconds = phase_seconds(spec.agent.timeout, step.agent.timeout_sec, spec.agent.max_timeout, spec.factor("agent"))
+    """The agent's inputs for one step, with templates filled from `environ`; the model's endpoint is added when its
+    session is open."""
+    settings, own = spec.agent, step.agent.timeout_sec
+    seconds = phase_seconds(settings.override_timeout_sec, own, settings.max_timeout_sec, spec.factor("agent"))
     is_oracle = isinstance(agent, OracleAgent)
     environment = spec.task.config.environment
+    env = resolve_env(settings.env, where="the agent's variables", environ=environ)
+    if is_oracle:
+        env |= resolve_env(spec.task.config.solution.env, where="solution.env", environ=environ)
     return AgentRun(
         instruction="\n\n".join((step.instruction, *spec.extra_instructions)),
         workdir=workdir,
         user=user_text(step.agent.user),
         home=home,
-        env={**env, **solution_env} if is_oracle else dict(env),
-        options=dict(spec.agent.options),
-        mcp_servers=_mcp_servers(spec.task, spec.agent, environ),
+        env=env,
+        options=dict(settings.kwargs),
+        mcp_servers=_mcp_servers(spec.task, settings, environ),
         skills_dir=environment.skills_dir,
         seconds=seconds,
         solution=step.solution if is_oracle else None,
-        budget={name: limit for name, limit in spec.agent.budget.items() if limit is not None},
+        budget=settings.budget.model_dump(exclude_none=True),
     )
 
 
-def _mcp_servers(task: Task, choice: AgentChoice, environ: Mapping[str, str] | None) -> tuple[McpServer, ...]:
-    tables = (*task.config.environment.mcp_servers, *choice.mcp_servers)
-    return tuple(
-        McpServer(
-            table.name,
-            table.transport,
-            table.url,
-            table.command,
-            table.args,
-            resolve_headers(table.headers, where=f"the MCP server {table.name}", environ=environ),
-        )
-        for table in tables
-    )
+def mcp_tables(settings: AgentConfig) -> tuple[McpServerTable, ...]:
+    """The MCP servers that the run adds to the task's."""
+    try:
+        return TypeAdapter(tuple[McpServerTable, ...]).validate_python(settings.mcp_servers)
+    except ValidationError as error:
+        raise UsageError(f"agents.mcp_servers{describe(error)}", code="job-config") from error
+
+
+def sampling_of(settings: AgentConfig) -> Sampling | None:
+    """The sampling parameters that replace the agent's own; one stop sequence may be given as text."""
+    if not (given := settings.sampling):
+        return None
+    from pier.wire.turn import Sampling
+
+    known = Sampling.__dataclass_fields__
+    for name in given.keys() - known.keys():
+        raise UsageError(f"invalid value '{name}={given[name]}' for --sampling: expected one of {', '.join(known)}")
+    values = {name: [value] if name == "stop" and isinstance(value, str) else value for name, value in given.items()}
+    try:
+        return TypeAdapter(Sampling).validate_python(values)
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        shown, expected = f"{name}={given[name]}", f"a value of the type {known[name].type}"
+        raise UsageError(f"invalid value {shown!r} for --sampling: expected {expected}") from None
+
+
+def _mcp_servers(task: Task, settings: AgentConfig, environ: Mapping[str, str]) -> tuple[McpServerTable, ...]:
+    tables = (*task.config.environment.mcp_servers, *mcp_tables(settings))
+    filled = (resolve_headers(table.headers, where=f"the MCP server {table.name}", environ=environ) for table in tables)
+    return tuple(table.model_copy(update={"headers": headers}) for table, headers in zip(tables, filled, strict=True))
 
 
 async def home_of(sandbox: Sandbox, user: str | None) -> str:
@@ -165,75 +174,6 @@ async def home_of(sandbox: Sandbox, user: str | None) -> str:
         if len(fields) > 5 and name in (fields[0], fields[2]) and fields[5].startswith("/"):
             return fields[5]
     return "/root" if name in ("root", "0") else "/"
-
-
-@asynccontextmanager
-async def model_session(
-    spec: TrialSpec,
-    services: TrialServices,
-    agent: Agent,
-    sandbox: Sandbox,
-    logs: Path,
-    *,
-    closed_book: bool = False,
-    redactor: Redactor | None = None,
-    step: str | None = None,
-) -> AsyncIterator[Session | None]:
-    """A session at the gateway, served inside the sandbox while the agent runs; None if no model is asked for, or the
-    agent calls its provider itself.
-
-    With `closed_book` the model has no internet either. `redactor` removes secrets from the recording.
-    """
-    if spec.agent.model is None or spec.agent.direct:
-        yield None
-        return
-    if services.gateway is None:
-        if agent.dialect is not None:
-            raise UsageError(f"the agent {agent.name!r} needs a model, and this run has no gateway")
-        yield None
-        return
-    from pier.gateway.budget import Budget
-
-    labels = {"trial": spec.name, "task": spec.task.name}
-    budget = Budget(**spec.agent.budget)
-    model, upstream = spec.agent.model, spec.agent.policy
-    if spec.agent.connection:
-        target = services.gateway.directory.connected(model, services.environ, **spec.agent.connection)
-        model, upstream = target.model, target.provider
-    session = services.gateway.session(
-        model,
-        upstream=upstream,
-        budget=budget,
-        pool=services.pool,
-        recording=logs / RECORDING if spec.recorded else None,
-        closed_book=closed_book,
-        labels=labels,
-        redactor=redactor,
-        sampling=spec.agent.sampling,
-        on_generation=_watcher(spec, step),
-    )
-    try:
-        listener = await sandbox.listen(GATEWAY_PORT, services.gateway.protocol_factory(session))
-        try:
-            yield session
-        finally:
-            await asyncio.shield(listener.close())
-    finally:
-        await asyncio.shield(session.close())
-
-
-def _watcher(spec: TrialSpec, step: str | None) -> Callable[[Generation], None] | None:
-    """What is called with each generation; without a recording the session must keep them, to judge the agent by."""
-    if (watch := spec.on_generation) is not None:
-        return lambda generation: watch(step, generation)
-    return None if spec.recorded else lambda generation: None
-
-
-async def outside_endpoint(session: Session | None, services: TrialServices, agent: Agent) -> Endpoint | None:
-    """The session as an agent reaches it that calls its model from outside the sandbox."""
-    if session is None or services.gateway is None or not agent.outside:
-        return None
-    return replace(session.endpoint(), url=await services.gateway.serve(session=session))
 
 
 async def run_agent(agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: OnOutput) -> AgentError | None:
@@ -362,23 +302,13 @@ async def _judge_calls(session: Session, judge: Callable[[list[Generation]], R])
     recording = session.terms.recording
     if session.terms.on_generation is not None or recording is None:
         return await asyncio.to_thread(judge, session.generations)
-    return await _read_back(_judge_recording, recording, judge)
+    return await read_back(_judge_recording, recording, judge)
 
 
 def _judge_recording(recording: Path, judge: Callable[[list[Generation]], R], *, most: int | None = None) -> R:
     from pier.trajectory.calls import generations_of
 
     return judge(generations_of(recording, most))
-
-
-async def _read_back(read: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """Call a function that reads a recording: in a thread if that takes little memory, else in a limited process."""
-    from pier.record.reader import RecordingTooLarge
-
-    try:
-        return await asyncio.to_thread(read, *args, **kwargs, most=_SMALL)
-    except RecordingTooLarge:
-        return await run_bounded(read, *args, **kwargs)
 
 
 def usage_of(session: Session | None) -> AgentResult:
@@ -401,178 +331,3 @@ def usage_of(session: Session | None) -> AgentResult:
     if session.stop_reason:
         metadata["stop_reason"] = session.stop_reason
     return AgentResult(**known, metadata=metadata)
-
-
-TRAJECTORY = "trajectory.json"
-
-
-@dataclass(frozen=True, slots=True)
-class TrajectoryHeader:
-    """Who made a trajectory: the first fields of the file."""
-
-    agent: str
-    version: str
-    model: str | None
-    session: str
-
-
-async def add_native_trajectory(
-    logs: Path, header: TrajectoryHeader, result: AgentResult | None, record: TrialRecord
-) -> AgentResult | None:
-    """The same for an agent that called its provider itself, from the session log that it kept, if it is one whose logs
-    can be read. A trajectory that the agent left itself is kept."""
-    from pier.trajectory.native.convert import READERS
-
-    with Tree(logs) as tree:
-        own = tree.find(TRAJECTORY)
-    if header.agent not in READERS or (own is not None and own.kind == "file"):
-        return result
-    with captured() as failure:
-        known = await run_bounded(convert_logs, logs, header.agent)
-        return (result or AgentResult()).model_copy(update=known) if known else result
-    _raise_storage_fault(failure.error)
-    record.warn(f"no trajectory could be made from the logs of {header.agent}: {failure.error}")
-    return result
-
-
-def convert_logs(logs: Path, agent: str) -> dict[str, Any]:
-    """Write the longest session log of an agent as its trajectory; the fields of an `AgentResult` that it knows."""
-    from pier.trajectory.model import read
-    from pier.trajectory.native.convert import convert, find_sessions
-
-    longest = max(find_sessions(logs, agent), key=lambda session: session.path.stat().st_size)
-    convert(longest, logs / TRAJECTORY)
-    if (final := read(logs / TRAJECTORY).final_metrics) is None:
-        return {}
-    return {
-        "n_input_tokens": final.total_prompt_tokens,
-        "n_output_tokens": final.total_completion_tokens,
-        "n_cache_tokens": final.total_cached_tokens,
-        "cost_usd": final.total_cost_usd,
-    }
-
-
-def _raise_storage_fault(error: Exception | None) -> None:
-    """A trajectory that this machine could not write is a fault of the infrastructure, not a warning."""
-    if (fault := storage_fault(error)) is not None:
-        raise fault from error
-
-
-def derive(logs: Path, header: TrajectoryHeader, *, durable: bool = True, most: int | None = None) -> TrajectorySummary:
-    """Write the trajectory next to the recording, from what was recorded so far; `RecordingTooLarge` beyond `most`."""
-    from pier.trajectory.derive import write_trajectory
-
-    return write_trajectory(
-        logs / RECORDING,
-        logs / TRAJECTORY,
-        agent_name=header.agent,
-        agent_version=header.version,
-        model_name=header.model,
-        session_id=header.session,
-        durable=durable,
-        most=most,
-    )
-
-
-def summary_usage(summary: TrajectorySummary) -> dict[str, Any]:
-    """The fields of an `AgentResult` that a derivation knows. A cost that is only known in part is not known."""
-    known = {
-        "n_input_tokens": summary.prompt_tokens,
-        "n_output_tokens": summary.completion_tokens,
-        "n_cache_tokens": summary.cached_tokens,
-        "peak_context_tokens": summary.peak_context_tokens,
-        "summarization_count": summary.summarization_count,
-        "n_agent_steps": summary.agent_steps,
-    }
-    return {name: value for name, value in known.items() if value is not None} | {"cost_usd": summary.cost_usd}
-
-
-async def add_trajectory(
-    logs: Path, header: TrajectoryHeader, result: AgentResult | None, record: TrialRecord
-) -> AgentResult | None:
-    """Write the trajectory next to the recording, and add what it knows to the result.
-
-    A trajectory that cannot be derived is a warning: the recording is still there, and the verdict does not need it.
-    """
-    if not (logs / RECORDING).is_file():
-        return result
-    with captured() as failure:
-        summary = await _read_back(derive, logs, header)
-        if summary.path is None:
-            return result
-        return (result or AgentResult()).model_copy(update=summary_usage(summary))
-    _raise_storage_fault(failure.error)
-    record.warn(f"no trajectory could be derived from {logs / RECORDING}: {failure.error}")
-    return result
-
-
-_PAUSE = 2.0
-_REST = 9.0
-"""How many times as long as a derivation took, none is made after it."""
-
-
-@dataclass(slots=True)
-class _Pace:
-    """Whose turn it is. One for the process, since what it shares out is the interpreter."""
-
-    busy: bool = False
-    free_at: float = 0.0
-
-    def take(self) -> bool:
-        if self.busy or time.monotonic() < self.free_at:
-            return False
-        self.busy = True
-        return True
-
-    def give_back(self, seconds: float) -> None:
-        self.busy = False
-        self.free_at = time.monotonic() + _REST * seconds
-
-
-_pace = _Pace()
-
-
-@asynccontextmanager
-async def live_trajectory(logs: Path, header: TrajectoryHeader, *, recorded: bool) -> AsyncIterator[None]:
-    """Derive the trajectory now and then while the context lasts; none is under way when it is left."""
-    if not recorded:
-        yield
-        return
-    over = asyncio.Event()
-    task = asyncio.create_task(_follow(logs, header, over))
-    try:
-        yield
-    finally:
-        over.set()
-        await task
-
-
-async def _follow(logs: Path, header: TrajectoryHeader, over: asyncio.Event) -> None:
-    known = 0
-    while not await _is_set_within(over, _PAUSE):
-        size = _size(logs / RECORDING)
-        if size == known or not _pace.take():
-            continue
-        began = time.monotonic()
-        try:
-            # What cannot be derived now is reported by the derivation at the end.
-            with captured():
-                await _read_back(derive, logs, header, durable=False)
-        finally:
-            _pace.give_back(time.monotonic() - began)
-        known = size
-
-
-async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            return await event.wait()
-    except TimeoutError:
-        return False
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

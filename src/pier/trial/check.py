@@ -23,12 +23,13 @@ from pier.sandbox.compose.read import read_compose
 from pier.task import Task, load_task
 from pier.task.check import Problem
 from pier.task.model import Environment, wanted_variables
+from pier.trial.config import AgentConfig
 from pier.trial.environment import TaskSandbox, open_environment, task_secrets
 from pier.trial.plan import compose_variables
 from pier.trial.record import TrialRecord
 from pier.trial.result import TrialResult, captured
 from pier.trial.run import run_trial
-from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec, user_text
+from pier.trial.spec import SandboxChoice, TrialServices, TrialSpec, user_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ async def prove(
             f"{task.short_name}-{agent}-{attempt}",
             task,
             directory / place / f"{agent}-{attempt}",
-            AgentChoice(agent),
+            AgentConfig(name=agent),
             sandbox=sandbox or SandboxChoice(),
             attempt=attempt,
         )

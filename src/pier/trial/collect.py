@@ -18,7 +18,10 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -29,7 +32,7 @@ from pier.errors import SandboxError, StorageError
 from pier.files import write_json
 from pier.record import FILE_NAMES
 from pier.sandbox.compose import MAIN
-from pier.sandbox.contract import DISK_FAULTS, Sandbox, Stream
+from pier.sandbox.contract import DISK_FAULTS, FileInfo, Sandbox, Stream
 from pier.sandbox.linux.changes import measure_tree
 from pier.task.model import Artifact
 from pier.tree import Tree, TreeError, find_entry
@@ -369,50 +372,89 @@ def _unused(target: Path) -> Path:
 STATE = "state"
 _FILES, _REMOVED = "files.tar", "removed.json"
 _SECONDS = 900.0
+_CHUNK = 1 << 20
 _CHANGED_MEANWHILE = 1
 """What tar ends with when a process that still runs wrote to a file while it was read. Others end with it, and write
 nothing, when they do not know an option."""
 
-_MOST_COMPLAINTS = 300
 _LIMIT = 64 * 1024**3
 """How many bytes a state may have; a sparse file counts whole."""
 _NOT_STATE = (TESTS, VERIFIER_LOGS)
 
 
 async def keep_state(sandbox: Sandbox, directory: Path) -> None:
-    """Write the sandbox's state to `directory`. A `SandboxError` if this backend, image or task cannot."""
+    """Write the sandbox's state to `directory`. A `SandboxError` if this backend or task cannot. The image's own tar
+    keeps it in one go; where the image has none that can (busybox, none at all), each path is copied by pier."""
     if others := [name for name in sandbox.services() if name != MAIN]:
         message = f"no state is kept: what other services hold ({', '.join(others)}) cannot be brought back"
-        raise SandboxError(message, retryable=False)
+        raise SandboxError(message, code="no_state", retryable=False)
     changes = await sandbox.changes()
     if changes is None:
-        raise SandboxError("this backend cannot list what changed, so no state is kept", retryable=False)
+        message = "this backend cannot list what changed, so no state is kept"
+        raise SandboxError(message, code="no_state", blame="user", retryable=False)
     kept = [change.path for change in changes if change.kind != "removed" and not is_left_out(change.path)]
     directory.mkdir(parents=True)
-    complaints = bytearray()
     (directory / _FILES).touch(0o600, exist_ok=False)  # it is exact, so it may hold secrets
-    with (directory / _FILES).open("wb") as stream:
+    if not await _keep_at_once(sandbox, kept, directory / _FILES):
+        await _keep_each(sandbox, kept, directory / _FILES)
+    write_json(directory / _REMOVED, [change.path for change in changes if change.kind == "removed"], durable=False)
+
+
+async def _keep_at_once(sandbox: Sandbox, paths: list[str], target: Path) -> bool:
+    """Write an archive of some paths with the image's tar; whether it could."""
+    with target.open("wb") as stream:
 
         def save(name: Stream, data: bytes) -> None:
             if name == "stdout":
-                if stream.tell() + len(data) > _LIMIT:
-                    raise SandboxError(f"no state is kept: it is larger than {_LIMIT} bytes", retryable=False)
+                _check_size(stream.tell() + len(data))
                 stream.write(data)
-            elif len(complaints) < _MOST_COMPLAINTS:
-                complaints.extend(data)
 
         result = await sandbox.exec(
             ["tar", "-C", "/", "--no-recursion", "--numeric-owner", "--null", "-T", "-", "-cf", "-"],
-            stdin="\0".join(_with_parents(kept)).encode(errors="surrogateescape"),
+            stdin="\0".join(_with_parents(paths)).encode(errors="surrogateescape"),
             user="0",
             timeout=_SECONDS,
             on_output=save,
         )
-    is_empty = not (directory / _FILES).stat().st_size
-    if result.timed_out or is_empty or result.exit_code not in (0, _CHANGED_MEANWHILE):
-        said = complaints[:_MOST_COMPLAINTS].decode(errors="replace").strip()
-        raise SandboxError(f"the state could not be kept: {said}", retryable=False)
-    write_json(directory / _REMOVED, [change.path for change in changes if change.kind == "removed"], durable=False)
+        if result.timed_out:
+            raise SandboxError(f"no state is kept: it took longer than {_SECONDS:g} s", retryable=False)
+        return stream.tell() > 0 and result.exit_code in (0, _CHANGED_MEANWHILE)
+
+
+async def _keep_each(sandbox: Sandbox, paths: list[str], target: Path) -> None:
+    """The same without the image's tar. What is gone or no regular file or link meanwhile is left out."""
+    files = {path.lstrip("/") for path in paths}
+    with tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as archive:
+        for path in _with_parents(paths):
+            with suppress(FileNotFoundError):
+                if path in files:
+                    await _add_file(archive, sandbox, path)
+                else:
+                    archive.addfile(_directory(path, await sandbox.stat(f"/{path}")))
+
+
+def _directory(path: str, found: FileInfo) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(path)
+    entry.type, entry.mode, entry.uid, entry.gid = tarfile.DIRTYPE, found.mode, found.uid, found.gid
+    entry.mtime = int(found.mtime)
+    return entry
+
+
+async def _add_file(archive: tarfile.TarFile, sandbox: Sandbox, path: str) -> None:
+    with tempfile.SpooledTemporaryFile(_CHUNK) as stream:
+        async for chunk in sandbox.get_tar(f"/{path}"):
+            _check_size(archive.offset + stream.write(chunk))
+        stream.seek(0)
+        with tarfile.open(fileobj=stream) as one:
+            for entry in one:
+                if entry.name == ".":
+                    entry.name, entry.pax_headers = path, {}
+                    archive.addfile(entry, one.extractfile(entry) if entry.isfile() else None)
+
+
+def _check_size(size: int) -> None:
+    if size > _LIMIT:
+        raise SandboxError(f"no state is kept: it is larger than {_LIMIT} bytes", retryable=False)
 
 
 async def restore_state(sandbox: Sandbox, directory: Path) -> None:
@@ -422,13 +464,13 @@ async def restore_state(sandbox: Sandbox, directory: Path) -> None:
             await sandbox.remove(change.path)
     for path in json.loads((directory / _REMOVED).read_text()):
         await sandbox.remove(path)
-    await sandbox.upload(directory / _FILES, "/tmp/.pier-state.tar")
-    result = await sandbox.exec(
-        ["tar", "-C", "/", "--numeric-owner", "-xpf", "/tmp/.pier-state.tar"], user="0", timeout=_SECONDS
-    )
-    await sandbox.remove("/tmp/.pier-state.tar")
-    if not result.ok:
-        raise SandboxError(f"the state could not be restored: {result.error_text.strip()[-300:]}", retryable=False)
+    await sandbox.put_tar(_chunks(directory / _FILES), "/")
+
+
+async def _chunks(path: Path) -> AsyncIterator[bytes]:
+    with path.open("rb") as stream:
+        while data := stream.read(_CHUNK):
+            yield data
 
 
 def has_state(directory: Path) -> bool:

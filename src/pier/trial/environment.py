@@ -113,7 +113,7 @@ class SandboxStarter:
         mounts = tuple(mounts)
         refuse_hidden(mounts, hidden)
         env = resolve_env(plan.table.env, where="environment.env", environ=self.environ)
-        extra = resolve_env(self.choice.env, where="the run's environment variables", environ=self.environ)
+        extra = resolve_env(self.choice.settings.env, where="the run's environment variables", environ=self.environ)
         backend = self.services.backend
         limits = await sandbox_limits(self.task, plan.table, self.choice, backend, self.record)
         spec = SandboxSpec(

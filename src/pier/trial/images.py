@@ -74,9 +74,13 @@ class TrialImages:
         self._build = build
         self._limit = asyncio.Semaphore(builds)
         self._waiting: dict[str, _Making] = {}
+        self.known: dict[ImageRequest, Image] = {}
+        """What is given without looking: the image of a workspace, in place of its task's."""
 
     async def get(self, request: ImageRequest, on_progress: OnProgress | None = None) -> Image:
         """The image that `request` names. `on_progress` receives progress, also of a build that another trial began."""
+        if request in self.known:
+            return self.known[request]
         if request.reference == HOST and not request.host:
             raise host_refusal(f"docker_image = {request.reference!r}")
         image = await self._get(request, on_progress)

@@ -56,7 +56,7 @@ async def check_support(task: Task, backend: Backend, choice: SandboxChoice) -> 
 
 def wanted_gpus(table: Environment, choice: SandboxChoice) -> int:
     """How many GPUs a sandbox is to have."""
-    return (table.gpus or 0) if choice.gpus is None else choice.gpus
+    return (table.gpus or 0) if choice.settings.override_gpus is None else choice.settings.override_gpus
 
 
 def _refusal(message: str, code: str, hint: str | None = None) -> SandboxError:
@@ -88,7 +88,7 @@ def _services_plan(
     request = service_request(compose.main)
     if choice.image:
         request = ImageRequest(choice.image, chosen=True)
-    elif request is None or (table.docker_image and request.context == path.parent and not choice.force_build):
+    elif request is None or (table.docker_image and request.context == path.parent and not choice.settings.force_build):
         context = path.parent if (path.parent / "Dockerfile").is_file() else None
         request = _plan(task, table, context, choice).image
     return SandboxPlan(table, request, None, compose)
@@ -97,7 +97,7 @@ def _services_plan(
 def _plan(task: Task, table: Environment, context: Path | None, choice: SandboxChoice) -> SandboxPlan:
     if choice.image:
         return SandboxPlan(table, ImageRequest(choice.image, chosen=True), task.environment_dir)
-    if table.docker_image and not (choice.force_build and context):
+    if table.docker_image and not (choice.settings.force_build and context):
         return SandboxPlan(table, ImageRequest(table.docker_image), None if task.dockerfile else task.environment_dir)
     if context is None:
         raise TaskError(
@@ -118,7 +118,7 @@ def verifier_plan(
     elif not own.bundled:
         plan = replace(_plan(task, task.config.environment, own.context, choice), table=own.table)
     else:
-        prebuilt = own.table.docker_image and not (choice.force_build and own.context)
+        prebuilt = own.table.docker_image and not (choice.settings.force_build and own.context)
         request = ImageRequest(own.table.docker_image) if prebuilt else ImageRequest(context=own.context)
         plan = SandboxPlan(own.table, request, None)
     return _finished(task, plan, choice)

@@ -30,6 +30,7 @@ from pier.sandbox import BACKENDS
 from pier.sandbox.contract import Stream
 from pier.secret import env_on_disk
 from pier.task import Origin
+from pier.trial.config import AgentConfig, EnvironmentConfig, VerifierConfig
 from pier.trial.result import ALL_CLOCKS, MULTIPLIERS, TimingInfo, TrialResult, lock_row
 from pier.trial.spec import OnPhase, Phase, SandboxChoice, TrialSpec
 
@@ -88,21 +89,12 @@ class TrialRecord:
         self.warnings.append(self.redactor.text(text))
         self.log(f"warning: {text}")
 
-    def write_config(self, config: dict[str, Any]) -> None:
-        self._write("config.json", config, durable=False)
-
-    def write_lock(self, lock: dict[str, Any]) -> None:
-        self._write("lock.json", lock, durable=False)
-
     def write_exception(self, text: str) -> None:
         if self.kept:
             files.write(self.directory / "exception.txt", self.redactor.text(text), durable=False)
 
-    def write_result(self, result: TrialResult, *, durable: bool = True) -> None:
-        """Seal the trial: `result.json` is the last file, and on disk before this returns if it is `durable`."""
-        self._write("result.json", result, durable=durable)
-
-    def _write(self, name: str, value: dict[str, Any] | TrialResult, *, durable: bool) -> None:
+    def write(self, name: str, value: dict[str, Any] | TrialResult) -> None:
+        """Write a JSON file. `result.json` seals the trial: it is the last one, and on disk before this returns."""
         if not self.kept:
             return
         try:
@@ -112,7 +104,7 @@ class TrialRecord:
         if not content:
             plain = value if isinstance(value, dict) else value.model_dump(mode="json")
             content = to_json(self.redactor.value(plain), indent=2)
-        files.write(self.directory / name, content + b"\n", durable=durable)
+        files.write(self.directory / name, content + b"\n", durable=isinstance(value, TrialResult))
 
     def note_network(self, decision: Decision) -> None:
         """Add a decision of the network policy to `network.jsonl`, and count what was refused."""
@@ -196,7 +188,6 @@ class OutputFile:
 
 
 _HARBOR_BACKENDS = frozenset({"docker", "modal", "podman", "daytona", "e2b", "gke", "ec2"})
-_MEGABYTE = 1024 * 1024
 
 
 def task_reference(origin: Origin) -> dict[str, Any]:
@@ -219,15 +210,9 @@ def trial_config(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:
         "trial_name": spec.name,
         "trials_dir": str(spec.directory.parent),
         **{name: spec.multipliers.get(name, 1.0 if name == ALL_CLOCKS else None) for name in MULTIPLIERS},
-        "agent": _agent(spec, environ),
+        "agent": _on_disk(spec.agent, environ),
         "environment": _environment(spec.sandbox, environ),
-        "verifier": {
-            "override_timeout_sec": spec.verifier.timeout,
-            "max_timeout_sec": spec.verifier.max_timeout,
-            "env": env_on_disk(spec.verifier.env, environ),
-            "disable": not spec.verifier.enabled,
-            **({"extra_allowed_hosts": _bare(spec.verifier.hosts)} if spec.verifier.hosts else {}),
-        },
+        "verifier": _on_disk(spec.verifier, environ),
         "artifacts": [artifact.model_dump(mode="json") for artifact in spec.artifacts],
         "extra_instructions": list(spec.extra_instructions),
         "job_id": spec.job_id,
@@ -247,55 +232,27 @@ def trial_lock(spec: TrialSpec, config: Mapping[str, Any]) -> dict[str, Any]:
     return lock
 
 
-def _agent(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:
-    choice = spec.agent
-    by_path = ":" in choice.name
-    return {
-        "name": None if by_path else choice.name,
-        "import_path": choice.name if by_path else None,
-        "model_name": choice.model,
-        **choice.connection,
-        "kwargs": dict(choice.options),
-        **({"sampling": choice.sampling.given()} if choice.sampling else {}),
-        "env": env_on_disk(choice.env, environ),
-        "override_timeout_sec": choice.timeout,
-        "override_setup_timeout_sec": choice.setup_timeout,
-        "max_timeout_sec": choice.max_timeout,
-        "extra_allowed_hosts": _bare(choice.hosts),
-        "mcp_servers": [server.model_dump(mode="json") for server in choice.mcp_servers],
-    }
+def _on_disk(settings: AgentConfig | EnvironmentConfig | VerifierConfig, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Settings as they may be written down. Hosts are without ports, which Harbor does not know."""
+    table = settings.model_dump() | {"env": env_on_disk(settings.env, environ)}
+    if hosts := settings.extra_allowed_hosts:
+        table["extra_allowed_hosts"] = [host.partition(":")[0] for host in hosts]
+    return table
 
 
 def _environment(choice: SandboxChoice, environ: Mapping[str, str]) -> dict[str, Any]:
-    limits, network = choice.limits, choice.network
-    own = {
-        "image": choice.image or None,
-        "processes": limits.processes,
-        "network": network.mode if network else None,
-        "hosts": list(network.hosts) if network else None,
-    }
-    return {
-        **backend_fields(choice.backend),
-        "force_build": choice.force_build,
-        "override_cpus": int(limits.cpus) if limits.cpus and float(limits.cpus).is_integer() else limits.cpus,
-        "override_memory_mb": limits.memory // _MEGABYTE if limits.memory else None,
-        "override_storage_mb": limits.disk // _MEGABYTE if limits.disk else None,
-        "override_gpus": choice.gpus,
-        "env": env_on_disk(choice.env, environ),
-        "extra_allowed_hosts": _bare(choice.hosts),
-        "kwargs": {name: value for name, value in own.items() if value is not None},
-    }
+    network = choice.network
+    own: dict[str, Any] = {"image": choice.image} if choice.image else {}
+    if network is not None:
+        own |= {"network": network.mode, "hosts": list(network.hosts)}
+    table = _on_disk(choice.settings, environ) | backend_fields(choice.settings.backend)
+    return table | {"kwargs": {**choice.settings.kwargs, **own}}
 
 
 def backend_fields(backend: str) -> dict[str, str | None]:
     """A backend as Harbor's configurations name it: by `type` if Harbor has it, else by `import_path`."""
     known = backend in _HARBOR_BACKENDS
     return {"type": backend if known else None, "import_path": None if known else BACKENDS.get(backend, backend)}
-
-
-def _bare(hosts: tuple[str, ...]) -> list[str]:
-    """Without ports, which Harbor does not know."""
-    return [host.partition(":")[0] for host in hosts]
 
 
 class Clock:

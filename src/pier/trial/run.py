@@ -8,39 +8,40 @@ infrastructure fault leaves a trial without a reward, never with a zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pier import __version__
 from pier.agent.contract import AGENT_LOGS, Agent
 from pier.agent.oracle import OracleAgent
 from pier.agent.packed import install
-from pier.errors import AgentError, SandboxError, StorageError
+from pier.endpoint import GATEWAY_PORT, Endpoint
+from pier.errors import AgentError, SandboxError, StorageError, UsageError
 from pier.image.model import OnProgress
-from pier.network.policy import PUBLIC
+from pier.network.policy import PUBLIC, NetworkPolicy
+from pier.record import RECORDING, About
 from pier.redact import Redactor
-from pier.sandbox.contract import Mount
+from pier.sandbox.contract import Mount, Sandbox
 from pier.secret import looks_secret, secret_values, secrets_in, secrets_in_text
-from pier.task import resolve_env
+from pier.task import TaskStep, resolve_env
 from pier.task.model import wanted_in_headers
 from pier.trial.agent import (
-    TrajectoryHeader,
-    add_native_trajectory,
-    add_trajectory,
     check_job_budget,
     check_recording,
     describe_run,
     find_fault,
     home_of,
-    live_trajectory,
     make_agent,
-    model_session,
-    outside_endpoint,
+    mcp_tables,
     prepare_agent,
     run_agent,
     run_until_accepted,
+    sampling_of,
     usage_of,
 )
 from pier.trial.collect import STATE, collect, keep_state, seal_artifacts, take_logs
@@ -65,7 +66,12 @@ from pier.trial.result import (
     storage_fault,
 )
 from pier.trial.spec import OnPhase, TrialServices, TrialSpec, user_text
+from pier.trial.trajectory import add_native_trajectory, add_trajectory, live_trajectory
 from pier.trial.verify import grade
+
+if TYPE_CHECKING:
+    from pier.gateway.session import Session
+    from pier.trajectory.calls import Generation
 
 _SETUP_SECONDS = 1800.0
 """How long an agent's pack may take to be built, unless the run says otherwise. It is built once, not once a trial."""
@@ -85,16 +91,20 @@ async def run_trial(
 def trial_secrets(spec: TrialSpec, environ: Mapping[str, str]) -> Iterable[str]:
     """The secrets of the run and the task, as far as they can be filled in."""
     config = spec.task.config
-    for table in (spec.agent.env, spec.verifier.env, spec.sandbox.env):
+    for table in (spec.agent.env, spec.verifier.env, spec.sandbox.settings.env):
         yield from secret_values(table, environ, given=True)
     yield from task_secrets(spec.task, environ)
-    servers = (*config.environment.mcp_servers, *spec.agent.mcp_servers)
-    known = [dict(spec.agent.options), *(server.model_dump(mode="json") for server in servers)]
+    servers = (*config.environment.mcp_servers, *mcp_tables(spec.agent))
+    known = [spec.agent.kwargs, spec.sandbox.settings.kwargs, *(server.model_dump(mode="json") for server in servers)]
     yield from secrets_in(known, environ)
     for server in servers:
         wanted = {name: f"${{{name}}}" for name in wanted_in_headers(server.headers)}
         yield from secret_values(wanted, environ, given=True)
     yield from secrets_in_text(spec.task.origin.git_url or "")
+
+
+def _ignore(generation: Generation) -> None:
+    """Look at no call."""
 
 
 class TrialRun:
@@ -122,7 +132,7 @@ class TrialRun:
             source=spec.task.origin.source,
             task_checksum=spec.task.digest.removeprefix("sha256:"),
             config=self.config,
-            agent_info=AgentInfo(name=spec.agent.name, model_info=ModelInfo.of(spec.agent.model)),
+            agent_info=AgentInfo(name=spec.agent.kind, model_info=ModelInfo.of(spec.agent.model_name)),
             environment_type=services.backend.name,
             started_at=now(),
         )
@@ -131,8 +141,8 @@ class TrialRun:
         self.record.open()
         try:
             if self.record.kept:
-                self.record.write_config(self.config)
-                self.record.write_lock(trial_lock(self.spec, self.config))
+                self.record.write("config.json", self.config)
+                self.record.write("lock.json", trial_lock(self.spec, self.config))
             with captured() as failure:
                 await self.work()
             if failure.error is not None:
@@ -167,32 +177,32 @@ class TrialRun:
         ) as environment:
             if spec.on_sandbox is not None:
                 spec.on_sandbox(environment.sandbox)
-            if spec.agent.install:
+            if spec.agent.install_in_sandbox:
                 await self._install(agent, environment)
             for index, step in enumerate(spec.task.steps):
                 outcome = await self._run_step(agent, environment, index)
                 self.outcomes.append(outcome)
-                reason = stops_after(step, outcome, spec.verifier.enabled)
+                reason = stops_after(step, outcome, not spec.verifier.disable)
                 if reason and step.name:
                     self.record.log(f"step {step.name!r} is the last one: {reason}")
                     break
 
     def _plan_network(self, agent: Agent) -> NetworkPlan:
-        spec = self.spec
-        reach = agent.reach(spec.agent.options, spec.agent.env, direct=spec.agent.direct or spec.agent.model is None)
+        spec, settings = self.spec, self.spec.agent
+        reach = agent.reach(settings.kwargs, settings.env, direct=settings.direct or settings.model_name is None)
         return plan_network(
             spec.task.config.environment,
             spec.task.steps,
             override=spec.sandbox.network,
             hosts=spec.sandbox.hosts,
-            agent_hosts=(*reach, *spec.agent.hosts),
-            verifier_hosts=spec.verifier.hosts,
-            setup=PUBLIC if spec.agent.install else None,
+            agent_hosts=(*reach, *settings.extra_allowed_hosts),
+            verifier_hosts=tuple(spec.verifier.extra_allowed_hosts),
+            setup=PUBLIC if settings.install_in_sandbox else None,
         )
 
     @property
     def _setup_seconds(self) -> float:
-        return (self.spec.agent.setup_timeout or _SETUP_SECONDS) * self.spec.factor("agent_setup")
+        return (self.spec.agent.override_setup_timeout_sec or _SETUP_SECONDS) * self.spec.factor("agent_setup")
 
     async def _prepare_agent(self, agent: Agent) -> tuple[Mount, ...]:
         """The mounts that the agent needs; its pack is built first if it is missing."""
@@ -225,7 +235,7 @@ class TrialRun:
         self._set_version(agent, version)
 
     def _set_version(self, agent: Agent, version: str) -> None:
-        info = AgentInfo(name=agent.name, version=version, model_info=ModelInfo.of(self.spec.agent.model))
+        info = AgentInfo(name=agent.name, version=version, model_info=ModelInfo.of(self.spec.agent.model_name))
         self.result.agent_info = info
 
     async def _run_step(self, agent: Agent, environment: TaskSandbox, index: int) -> StepResult:
@@ -262,14 +272,14 @@ class TrialRun:
                     self.record.warn(str(error))
             if steps[index].verifier_mode != "separate":
                 await seal_artifacts(directory / "artifacts", self.record)
-        if not spec.verifier.enabled:
+        if spec.verifier.disable:
             return
         with self.clock.phase("verify") as outcome.verifier:
             graded = await grade(
                 environment,
                 directory,
                 index=index,
-                choice=spec.verifier,
+                settings=spec.verifier,
                 factor=spec.factor("verifier"),
                 collected=collected,
                 last=index == len(steps) - 1,
@@ -286,43 +296,30 @@ class TrialRun:
         spec, sandbox, record = self.spec, environment.sandbox, self.record
         policy, step, workdir = environment.plan.steps[index].agent, spec.task.steps[index], environment.workdir
         with self.clock.phase("setup") as outcome.agent_setup:
-            env = resolve_env(spec.agent.env, where="the agent's variables", environ=self.environ)
-            solution = resolve_env(spec.task.config.solution.env, where="solution.env", environ=self.environ)
             home = "" if isinstance(agent, OracleAgent) else await home_of(sandbox, user_text(step.agent.user))
-            run = describe_run(
-                spec, step, agent, workdir=workdir, home=home, env=env, solution_env=solution, environ=self.environ
-            )
+            run = describe_run(spec, step, agent, workdir=workdir, home=home, environ=self.environ)
             await environment.switch_network(policy)
-        header = TrajectoryHeader(agent.name, self.result.agent_info.version, spec.agent.model, spec.name)
+        about = About(agent.name, self.result.agent_info.version, spec.agent.model_name, spec.name)
 
         async def keep_logs() -> None:
-            outcome.agent_result = await add_trajectory(logs, header, outcome.agent_result, record)
+            outcome.agent_result = await add_trajectory(logs, about, outcome.agent_result, record)
             if spec.recorded or spec.agent.direct:
                 await take_logs(sandbox, AGENT_LOGS, logs, record)
             if spec.agent.direct:
-                outcome.agent_result = await add_native_trajectory(logs, header, outcome.agent_result, record)
+                outcome.agent_result = await add_native_trajectory(logs, about, outcome.agent_result, record)
 
         async with finally_do(keep_logs):
             with self.clock.phase("agent") as outcome.agent_execution:
                 async with (
-                    model_session(
-                        spec,
-                        self.services,
-                        agent,
-                        sandbox,
-                        logs,
-                        closed_book=policy.mode != "public",
-                        redactor=self.redactor,
-                        step=step.name or None,
-                    ) as session,
-                    live_trajectory(logs, header, recorded=session is not None and spec.recorded),
+                    self._model_session(agent, sandbox, logs, policy, step) as session,
+                    live_trajectory(logs, about, recorded=session is not None and spec.recorded),
                 ):
                     if session is not None and session.served_by:
-                        record.log(f"model {spec.agent.model}: {session.served_by}")
+                        record.log(f"model {spec.agent.model_name}: {session.served_by}")
                     with record.output(logs / f"{agent.name}.txt") as output:
-                        outside = await outside_endpoint(session, self.services, agent)
-                        endpoint = session.endpoint() if session is not None else None
-                        run = replace(run, endpoint=endpoint, outside=outside, warn=record.warn)
+                        run = replace(run, warn=record.warn)
+                        if session is not None:
+                            run = replace(run, endpoint=session.endpoint(), outside=await self._outside(session, agent))
                         if spec.accept is None:
                             ended = await run_agent(agent, sandbox, run, output)
                         else:
@@ -339,6 +336,57 @@ class TrialRun:
         if failed is not None:
             record.log(f"agent: {failed}")
             outcome.exception_info = exception_info(failed, "agent", self.redactor)
+
+    @asynccontextmanager
+    async def _model_session(
+        self, agent: Agent, sandbox: Sandbox, logs: Path, policy: NetworkPolicy, step: TaskStep
+    ) -> AsyncIterator[Session | None]:
+        """A session at the gateway, served inside the sandbox while the agent runs; None if no model is asked for, or
+        the agent calls its provider itself. Without a public network the model has no internet either."""
+        spec, gateway, settings = self.spec, self.services.gateway, self.spec.agent
+        wanted = settings.model_name is not None and not settings.direct
+        if wanted and gateway is None and agent.dialect is not None:
+            raise UsageError(f"the agent {agent.name!r} needs a model, and this run has no gateway")
+        if not wanted or gateway is None:
+            yield None
+            return
+        from pier.gateway.budget import Budget
+
+        model, upstream = settings.model_name, spec.policy
+        if settings.connection:
+            target = gateway.directory.connected(model or "", self.environ, **settings.connection)
+            model, upstream = target.model, target.provider
+        watch = None
+        if spec.on_generation is not None:
+            watch = partial(spec.on_generation, step.name or None)
+        elif not spec.recorded:  # without a recording the session must keep its calls, to judge the agent by
+            watch = _ignore
+        session = gateway.session(
+            model,
+            upstream=upstream,
+            budget=Budget(**settings.budget.model_dump()),
+            pool=self.services.pool,
+            recording=logs / RECORDING if spec.recorded else None,
+            closed_book=policy.mode != "public",
+            labels={"trial": spec.name, "task": spec.task.name},
+            redactor=self.redactor,
+            sampling=sampling_of(settings),
+            on_generation=watch,
+        )
+        try:
+            listener = await sandbox.listen(GATEWAY_PORT, gateway.protocol_factory(session))
+            try:
+                yield session
+            finally:
+                await asyncio.shield(listener.close())
+        finally:
+            await asyncio.shield(session.close())
+
+    async def _outside(self, session: Session, agent: Agent) -> Endpoint | None:
+        """The session as an agent reaches it that calls its model from outside the sandbox."""
+        if not agent.outside or self.services.gateway is None:
+            return None
+        return replace(session.endpoint(), url=await self.services.gateway.serve(session=session))
 
     def _seal(self) -> None:
         """Put the result together and write it; this is what makes the trial finished."""
@@ -359,7 +407,7 @@ class TrialRun:
             result.agent_execution = outcome.agent_execution
             result.verifier = outcome.verifier
             result.integrity = outcome.integrity
-            result.verifier_environment_mode = spec.task.steps[0].verifier_mode if spec.verifier.enabled else None
+            result.verifier_environment_mode = spec.task.steps[0].verifier_mode if not spec.verifier.disable else None
         if self.record.fault is not None:
             lost = StorageError(f"the trial's log could not be written: {self.record.fault}")
             result.exception_info = exception_info(lost, self.clock.current, self.redactor)
@@ -387,4 +435,4 @@ class TrialRun:
             network_refused=dict(self.record.refused.most_common(100)),
         )
         self.record.log(f"rewards {result.rewards}")
-        self.record.write_result(result)
+        self.record.write("result.json", result)

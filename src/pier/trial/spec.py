@@ -16,7 +16,8 @@ from pier.network.policy import NetworkPolicy
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend, Limits, Mount, Sandbox
 from pier.task import Task
-from pier.task.model import Artifact, McpServerTable
+from pier.task.model import Artifact
+from pier.trial.config import AgentConfig, EnvironmentConfig, VerifierConfig
 from pier.trial.images import open_images
 from pier.trial.result import ALL_CLOCKS
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from pier.gateway.policy import Upstream
     from pier.trajectory.calls import Generation
     from pier.trial.images import TrialImages
-    from pier.wire.turn import Sampling
 
 
 Phase = Literal["prepare", "start", "health", "setup", "agent", "collect", "verify", "seal"]
@@ -45,66 +45,34 @@ def user_text(user: str | int | None) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class AgentChoice:
-    """Which agent runs, on which model, with which options. `env` may hold `${NAME}` templates; they are filled right
-    before use and stay templates on disk. `name` is a name of the registry or `module:Class`."""
-
-    name: str = "oracle"
-    model: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    env: Mapping[str, str] = field(default_factory=dict)
-    timeout: float | None = None
-    setup_timeout: float | None = None
-    max_timeout: float | None = None
-    hosts: tuple[str, ...] = ()
-    mcp_servers: tuple[McpServerTable, ...] = ()
-    direct: bool = False
-    """The agent calls its provider itself: nothing is recorded on the wire, and no budget can be held."""
-    install: bool = False
-    """The agent is installed in the sandbox, with the network open while that lasts, instead of mounted in a pack."""
-    budget: Mapping[str, Any] = field(default_factory=dict)
-    """Limits of the model session, by the names of the fields of `pier.gateway.Budget`."""
-    policy: Upstream | None = None
-    """The upstream that replaces the model's provider: a callable, servers, a provider."""
-    sampling: Sampling | None = None
-    """Replaces the agent's own sampling parameters."""
-    connection: Mapping[str, str] = field(default_factory=dict)
-    """Replaces the model's own address, key and format: `base_url`, `model_api_key_name`, `model_api_format`."""
-
-
-@dataclass(frozen=True, slots=True)
-class VerifierChoice:
-    """How the result is graded; `enabled` False leaves it ungraded."""
-
-    enabled: bool = True
-    env: Mapping[str, str] = field(default_factory=dict)
-    timeout: float | None = None
-    max_timeout: float | None = None
-    hosts: tuple[str, ...] = ()
-    keep_processes: bool = True
-    """Whether what the agent left running goes on while the tests run, unless the task says that it must not."""
-
-
-@dataclass(frozen=True, slots=True)
 class SandboxChoice:
-    """Where the trial runs. `image` replaces the task's own image; `limits` and `gpus` replace those of the task that
-    they name; `network` replaces the baseline policy; `hosts` are added to it. `hidden` are directories of this machine
-    that no sandbox may see, in addition to the trial's and its task's own. `snapshot` is an earlier sandbox,
-    whose files the agent's sandbox begins with; what the task would bring or set up is there already. `keep`: see
-    `SandboxSpec`."""
+    """Where the trial runs. `image` replaces the task's own image; `network` replaces the baseline policy. `mounts` are
+    those of the settings and others. `hidden` are directories of this machine that no sandbox may see, in addition to
+    the trial's and its task's own. `snapshot` is an earlier sandbox, whose files the agent's sandbox begins with; what
+    the task would bring or set up is there already. `keep`: see `SandboxSpec`."""
 
-    backend: str = "local"
+    settings: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     image: str | None = None
-    force_build: bool = False
     network: NetworkPolicy | None = None
-    hosts: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    limits: Limits = field(default_factory=Limits)
-    gpus: int | None = None
     mounts: tuple[Mount, ...] = ()
     hidden: tuple[Path, ...] = ()
     snapshot: Image | None = None
     keep: Path | None = None
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Hosts that are added to the baseline policy."""
+        return tuple(self.settings.extra_allowed_hosts)
+
+    @property
+    def limits(self) -> Limits:
+        """The limits that replace those of the task."""
+        asked = self.settings
+        memory, disk = (
+            None if megabytes is None else megabytes << 20
+            for megabytes in (asked.override_memory_mb, asked.override_storage_mb)
+        )
+        return Limits(cpus=asked.override_cpus, memory=memory, disk=disk, processes=asked.override_processes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +83,10 @@ class TrialSpec:
     name: str
     task: Task
     directory: Path
-    agent: AgentChoice = field(default_factory=AgentChoice)
-    verifier: VerifierChoice = field(default_factory=VerifierChoice)
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    """`env` may hold `${NAME}` templates, which are filled right before use and stay templates on disk; templates in
+    other settings are filled already."""
+    verifier: VerifierConfig = field(default_factory=VerifierConfig)
     sandbox: SandboxChoice = field(default_factory=SandboxChoice)
     multipliers: Mapping[str, float | None] = field(default_factory=dict)
     """Factors for the clocks, by their names in `MULTIPLIERS`."""
@@ -128,6 +98,8 @@ class TrialSpec:
     """Keep what the agent left behind, so that it can be graded again (`pier.trial.collect`)."""
     secrets: tuple[str, ...] = ()
     """Values that may stand in no file, in addition to those of variables whose name looks secret."""
+    policy: Upstream | None = None
+    """The upstream that replaces the model's provider: a callable, servers, a provider."""
     accept: Accept | None = None
     """Checks the agent's output before the trial goes on; None takes whatever it is."""
     recorded: bool = True

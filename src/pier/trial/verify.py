@@ -40,11 +40,12 @@ from pier.task import TaskStep, resolve_env
 from pier.tree import Tree
 from pier.trial.agent import phase_seconds
 from pier.trial.collect import Collected, collect, hand_over, seal_artifacts, space_for, take_logs
+from pier.trial.config import VerifierConfig
 from pier.trial.environment import TaskSandbox, prepare_step, wait_until_healthy
 from pier.trial.plan import StepNetwork, agent_plan, pier_setting, verifier_plan
 from pier.trial.record import TrialRecord, limit
 from pier.trial.result import GradingRun, Integrity, IntegrityNote, captured, finally_do
-from pier.trial.spec import VerifierChoice, user_text
+from pier.trial.spec import user_text
 from pier.verifier.changes import VERIFIER_LOGS, Note
 from pier.verifier.grade import RewardFiles, Rewards, TestPlan, run_tests
 from pier.verifier.secure import look_again, secure
@@ -85,7 +86,7 @@ async def grade(
     directory: Path,
     *,
     index: int = 0,
-    choice: VerifierChoice | None = None,
+    settings: VerifierConfig | None = None,
     factor: float = 1.0,
     collected: Sequence[Collected] | None = None,
     last: bool = False,
@@ -99,7 +100,7 @@ async def grade(
     them now. `factor` multiplies the verifier's time.
     """
     step, artifacts = environment.task.steps[index], directory / "artifacts"
-    separate, choice = step.verifier_mode == "separate", choice or VerifierChoice()
+    separate, settings = step.verifier_mode == "separate", settings or VerifierConfig()
     graded = Graded(step.verifier_mode)
     with captured() as failure:
         async with (
@@ -109,7 +110,7 @@ async def grade(
             if separate and collected is None:
                 collected = await collect(environment, index, artifacts)
             kind = _SeparateTests if separate else _SharedTests
-            tests = kind(environment, index, choice, factor, last, tuple(collected or ()), artifacts)
+            tests = kind(environment, index, settings, factor, last, tuple(collected or ()), artifacts)
             try:
                 await _reach_verdict(tests, graded, directory, environment.record)
             except BaseException:
@@ -125,7 +126,7 @@ class _Tests(ABC):
 
     environment: TaskSandbox
     index: int
-    choice: VerifierChoice
+    settings: VerifierConfig
     factor: float
     last: bool
     collected: tuple[Collected, ...]
@@ -156,10 +157,10 @@ class _Tests(ABC):
         whole: Sandbox | None = None,
     ) -> None:
         """Run the tests in a sandbox that is fit for it, and take the logs out to `target`."""
-        table, choice, environ = self.step.verifier, self.choice, self.environment.starter.environ
-        seconds = phase_seconds(choice.timeout, table.timeout_sec, choice.max_timeout, self.factor)
+        table, settings, environ = self.step.verifier, self.settings, self.environment.starter.environ
+        seconds = phase_seconds(settings.override_timeout_sec, table.timeout_sec, settings.max_timeout_sec, self.factor)
         env = resolve_env(table.env, where="verifier.env", environ=environ)
-        extra = resolve_env(choice.env, where="the verifier's variables", environ=environ)
+        extra = resolve_env(settings.env, where="the verifier's variables", environ=environ)
         plan = TestPlan(
             tests=() if bundled else self.step.tests,
             workdir=workdir,
@@ -214,7 +215,7 @@ class _SharedTests(_Tests):
                 graded.starting = False
                 yield clean
 
-        keeps = self.choice.keep_processes and pier_setting(starter.task, "keep_processes") is not False
+        keeps = not self.settings.kill_processes and pier_setting(starter.task, "keep_processes") is not False
         for keep in (keeps, False):
             secured = await secure(
                 sandbox, before=before, workdir=workdir, pristine=pristine, keep_processes=keep, tests=self.step.tests

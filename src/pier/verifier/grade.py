@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,10 @@ class RewardFiles:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Rewards by key, and whether the two files disagree."""
+    """Rewards by key, and what is worth knowing about how they came to be."""
 
     rewards: Rewards
-    disagreement: str | None = None
+    notes: tuple[Note, ...] = ()
 
 
 def read_verdict(files: RewardFiles) -> Verdict:
@@ -67,7 +68,8 @@ def read_verdict(files: RewardFiles) -> Verdict:
     `reward_invalid` if they give none."""
     if files.json is not None:
         rewards = parse_json(files.json)
-        return Verdict(rewards, _disagreement(rewards, files.text))
+        disagreement = _disagreement(rewards, files.text)
+        return Verdict(rewards, (Note("disagreement", disagreement),) if disagreement else ())
     if files.text is not None:
         return Verdict({"reward": parse_text(files.text)})
     raise VerifierError(
@@ -185,15 +187,9 @@ class TestPlan:
     """The sandbox with all that the agent left running, if the tests run in a view of it and no step follows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grade:
-    rewards: Rewards
-    notes: tuple[Note, ...] = ()
-
-
 async def run_tests(
     sandbox: Sandbox, plan: TestPlan, on_output: OnOutput | None = None, take: TakeRewards | None = None
-) -> Grade:
+) -> Verdict:
     """Upload the tests, run them, read the verdict. The sandbox must be secured or fresh. `VerifierError` if there is
     no usable verdict. `take` may have the reward files already, from logs that are taken out anyway."""
     argv = await _prepare(sandbox, plan)
@@ -219,9 +215,7 @@ async def run_tests(
         verdict = read_verdict(files)
     except VerifierError as error:
         raise _explained(error, result) from error
-    if verdict.disagreement:
-        notes.append(Note("disagreement", verdict.disagreement))
-    return Grade(verdict.rewards, tuple(notes))
+    return Verdict(verdict.rewards, (*notes, *verdict.notes))
 
 
 async def _prepare(sandbox: Sandbox, plan: TestPlan) -> list[str]:
@@ -252,11 +246,9 @@ async def _prepare(sandbox: Sandbox, plan: TestPlan) -> list[str]:
 
 async def _has_reward(sandbox: Sandbox) -> bool:
     for name in ("reward.json", "reward.txt"):
-        try:
+        with suppress(FileNotFoundError, SandboxError):
             await sandbox.read_file(f"{VERIFIER_LOGS}/{name}", max_bytes=REWARD_LIMIT)
-        except (FileNotFoundError, SandboxError):
-            continue
-        return True
+            return True
     return False
 
 

@@ -14,12 +14,10 @@ from typing import Literal
 from pier.errors import JobError, UsageError
 from pier.files import is_plain_name
 from pier.job.ledger import JOURNAL, current_owner
-from pier.job.view import CONFIG, LOCK, RESULT, JobView, TrialView
+from pier.job.view import CONFIG, LOCK, RESULT, JobView, TrialView, open_place
 from pier.tree import Tree, TreeError, open_regular
 
 Kind = Literal["jobs", "job", "trial", "trajectory"]
-WORKSPACE = ".pier"
-_TRIALS = "trials"
 
 
 class NotFoundError(UsageError):
@@ -53,15 +51,12 @@ class Library:
         if not path.is_dir():
             raise UsageError(f"{path}: no such file or directory", hint="pier view jobs")
         path = path.resolve()
-        workspace = path if path.name == WORKSPACE else path / WORKSPACE
-        if (workspace / _TRIALS).is_dir():
-            return cls(workspace, "job", (_TRIALS,), True)
-        if _is_job(path):
-            return cls(path.parent, "job", (path.name,))
-        if (found := _trial(path)) is not None:
-            return found
-        if not _holds_jobs(path) and JobView.of_trials(path).state != "empty":
-            return cls(path.parent, "job", (path.name,), True)
+        found = open_place(path)
+        if isinstance(found, TrialView):
+            only = not _is_job(path.parent)
+            return cls(path.parent.parent, "trial", (path.parent.name,), only, path.name, only)
+        if found.is_job or found.directory != path or (found.state != "empty" and not _holds_jobs(path)):
+            return cls(found.directory.parent, "job", (found.directory.name,), not found.is_job)
         return cls(path, "jobs")
 
     @property
@@ -140,16 +135,6 @@ def _is_job(path: Path) -> bool:
 
 def _holds_jobs(path: Path) -> bool:
     return any(_is_job(each) for each in path.iterdir() if each.name[0] != "." and each.is_dir())
-
-
-def _trial(path: Path) -> Library | None:
-    try:
-        TrialView.open(path)
-    except JobError:
-        return None
-    if _is_job(path.parent):
-        return Library(path.parent.parent, "trial", (path.parent.name,), trial_name=path.name)
-    return Library(path.parent.parent, "trial", (path.parent.name,), True, path.name, only=True)
 
 
 def _check_trajectory(path: Path) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -20,18 +20,18 @@ from typing import Any
 from pydantic_core import from_json
 
 from pier.job.view import TrialView
+from pier.record import About
 from pier.record.reader import RecordingTooLarge
-from pier.trajectory.derive import About, Derivation
+from pier.trajectory.derive import Derivation, write_trajectory
 from pier.trajectory.model import Content, Step, text_of
 from pier.trajectory.paged import PagedTrajectory, TrajectoryMap, scan
 from pier.tree import TreeError, open_regular
+from pier.trial.bounded import SMALL, call_bounded
 from pier.view.index import Index
 
 _KEPT = 1 << 20
 """A map of a smaller file is made anew each time."""
 _DERIVATIONS = 8
-_RECORDING_LIMIT = 128 << 20
-"""Bytes of a recording and its requests; deriving a trajectory may take thirty times as much memory."""
 LABEL = 90
 
 
@@ -51,7 +51,8 @@ class StepReader:
 
     index: Index
     _derivations: dict[Path, Derivation] = field(default_factory=dict)
-    _too_large: set[Path] = field(default_factory=set)
+    _large: dict[Path, str] = field(default_factory=dict)
+    """Recordings that are not read in this process, and their stamps when they were read last."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def parts(self, view: TrialView) -> list[TrajectoryPart]:
@@ -73,24 +74,32 @@ class StepReader:
         """The trajectory of what a recording has so far; None if it has no step yet."""
         name = hashlib.sha256(str(recording).encode()).hexdigest()[:16]
         target = self.index.path.parent / f"derived-{name}" / "trajectory.json"
+        about = About(view.agent, None, view.model, view.name)
         with self._lock:
-            if recording in self._too_large:
-                return target if target.is_file() else None
-            derivation = self._derivations.pop(recording, None)
             try:
-                if derivation is None:
-                    about = About(view.agent, None, view.model, view.name)
-                    derivation = Derivation(recording, target, about, _RECORDING_LIMIT)
+                if recording in self._large:
+                    return self._derive_large(recording, target, about, is_running=view.state == "running")
+                derivation = self._derivations.pop(recording, None) or Derivation(recording, target, about, SMALL)
                 found = derivation.update(durable=False)
             except RecordingTooLarge:
-                self._too_large.add(recording)
-                return target if target.is_file() else None
+                self._large[recording] = ""
+                return self._derive_large(recording, target, about, is_running=view.state == "running")
             except (OSError, TreeError, ValueError, KeyError, TypeError, RecursionError):
                 return target if target.is_file() else None
             self._derivations[recording] = derivation
             while len(self._derivations) > _DERIVATIONS:
                 self._derivations.pop(next(iter(self._derivations)))
         return found.path
+
+    def _derive_large(self, recording: Path, target: Path, about: About, *, is_running: bool) -> Path | None:
+        """The same in a limited process, once for each state of the file. A trial that runs does that itself."""
+        if is_running:
+            return None
+        if self._large[recording] != (stamp := file_stamp(recording)):
+            self._large[recording] = stamp
+            with suppress(OSError, ValueError, MemoryError):
+                call_bounded(write_trajectory, recording, target, about, durable=False)
+        return target if target.is_file() else None
 
     @contextmanager
     def open(self, part: TrajectoryPart, sub: str = "") -> Iterator[PagedTrajectory]:

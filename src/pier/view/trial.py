@@ -15,14 +15,16 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
+from pier.errors import PierError
 from pier.figures import main_reward
 from pier.job.view import CONFIG, LOCK, RESULT, TRIAL_LOG, TrialView, step_places
-from pier.record.reader import Call, Recording, RecordingTooLarge, call_times
-from pier.record.reader import read as read_recording
+from pier.record.reader import call_times
 from pier.review.read import critiques_of, read_analysis
 from pier.trajectory.paged import PagedTrajectory
 from pier.tree import Tree, TreeError
+from pier.trial.bounded import read_back_now
 from pier.trial.diff import CHANGES
+from pier.view.calls import read_calls
 from pier.view.cards import diff_files, edits_of, loose_subs, mark_side_calls, step_card, sub_agents
 from pier.view.files import (
     JSON_LIMIT,
@@ -42,8 +44,6 @@ from pier.view.steps import StepReader, TrajectoryPart, step_name
 
 PAGE_STEPS, PAGE_BYTES = 50, 3 << 20
 _DIFF_BYTES = 2_500_000
-_RECORDING_LIMIT = 512 << 20
-"""Bytes of a recording and its requests whose calls are listed."""
 TAB_NAMES = {
     "steps": "Steps",
     "verifier": "Verifier",
@@ -406,19 +406,11 @@ class TrialPage:
         part = query.get("part", "") if query.get("part", "") in paths else next(iter(paths), "")
         if part not in paths:
             return {"parts": [], "part": "", "calls": [], "call": None}
+        found = {"parts": list(paths), "part": part, "calls": [], "call": None}
         try:
-            recording = read_recording(paths[part], _RECORDING_LIMIT)
-        except (OSError, TreeError, RecordingTooLarge, ValueError, KeyError, TypeError, RecursionError) as error:
-            return {"parts": list(paths), "part": part, "calls": [], "call": None, "problem": str(error)}
-        wanted = query_number(query.get("call"), 0)
-        call = next((each for each in recording.calls if each.number == wanted), None)
-        return {
-            "parts": list(paths),
-            "part": part,
-            "closed": recording.closed,
-            "calls": [_call_row(each) for each in recording.calls],
-            "call": _call_data(recording, call) if call else None,
-        }
+            return found | read_back_now(read_calls, paths[part], query_number(query.get("call"), 0))
+        except (OSError, TreeError, PierError, ValueError, KeyError, TypeError, RecursionError) as error:
+            return {**found, "problem": str(error)}
 
 
 def _place_of(file: str) -> dict[str, str]:
@@ -460,41 +452,6 @@ def _tools(definitions: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
             about = {"name": str(function.get("name")), "description": str(function.get("description") or "")}
             found.append({**about, "parameters": function.get("parameters")})
     return found
-
-
-def _call_row(call: Call) -> dict[str, Any]:
-    usage = call.usage
-    keys = ("number", "at", "kind", "dialect", "model", "outcome", "status", "error", "fault")
-    return {
-        **{key: getattr(call, key) for key in keys},
-        "seconds": call.ended - call.at if call.ended else None,
-        "first_byte": call.answer.at - call.at if call.answer else None,
-        "tokens": [usage.input_tokens, usage.cached_tokens, usage.output_tokens] if usage else [None, None, None],
-        "attempts": len(call.attempts),
-    }
-
-
-def _call_data(recording: Recording, call: Call) -> dict[str, Any]:
-    answer = call.answer
-    neighbours = [each.number for each in recording.calls]
-    place = neighbours.index(call.number)
-    return {
-        **_call_row(call),
-        "path": call.path,
-        "stream": call.stream,
-        "headers": dict(call.headers),
-        "request": call.body.decode(errors="replace"),
-        "answer": answer.body.decode(errors="replace") if answer else "",
-        "edits": [dict(edit) for edit in call.edits],
-        "notes": [dict(note) for note in call.notes],
-        "upstreams": [
-            {key: getattr(each, key) for key in ("provider", "url", "model", "error", "wait")}
-            | {"status": each.answer.status if each.answer else None}
-            for each in call.attempts
-        ],
-        "previous": neighbours[place - 1] if place else None,
-        "next": neighbours[place + 1] if place + 1 < len(neighbours) else None,
-    }
 
 
 def query_number(text: str | None, default: int) -> int:

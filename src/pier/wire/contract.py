@@ -463,6 +463,14 @@ def dump(value: Any) -> bytes:
         return json.dumps(value, separators=(",", ":")).encode()
 
 
+def load(raw: str | bytes) -> Any:
+    """Read JSON that a provider or model wrote; `ValueError` also if it is nested too deeply."""
+    try:
+        return json.loads(raw)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def fresh_id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
 
@@ -472,7 +480,7 @@ def parse_arguments(raw: str) -> dict[str, Any]:
     if not raw.strip():
         return {}
     try:
-        value = json.loads(raw)
+        value = load(raw)
     except ValueError:
         return {"input": raw}
     return value if isinstance(value, dict) else {"input": value}
@@ -486,7 +494,7 @@ def wrap_custom(text: str) -> str:
 def unwrap_custom(raw: str) -> str:
     """The reverse of `wrap_custom`; arguments of another shape are returned as they are."""
     try:
-        value = json.loads(raw)
+        value = load(raw)
     except ValueError:
         return raw
     if isinstance(value, dict) and isinstance(value.get("input"), str):
@@ -587,7 +595,7 @@ def gather_messages(
 ) -> tuple[tuple[str, ...], tuple[Message, ...]]:
     """The leading system texts, and the messages."""
     system: list[str] = []
-    messages: list[Message] = []
+    messages: list[tuple[Role, list[Part]]] = []
     joins: str | None = None
     for position, value in enumerate(need_list(raw, where)):
         try:
@@ -598,11 +606,11 @@ def gather_messages(
             system.extend(part.text for part in parts if isinstance(part, Text))
             continue
         if kind is not None and joins == kind:
-            messages[-1] = Message(role, (*messages[-1].parts, *parts))
+            messages[-1][1].extend(parts)
         else:
-            messages.append(Message(role, tuple(parts)))
+            messages.append((role, parts))
         joins = kind
-    return tuple(system), tuple(messages)
+    return tuple(system), tuple(Message(role, tuple(parts)) for role, parts in messages)
 
 
 def as_count(value: Any) -> int | None:

@@ -173,9 +173,9 @@ def _is_elsewhere(error: Mapping[str, Any], request: bytes | None) -> bool:
         return False
     try:
         body = json.loads(request)
+        return any(body.get(name) for name in _CHOICES) or _refers_to_stored(body)
     except (ValueError, RecursionError):
         return True
-    return any(body.get(name) for name in _CHOICES) or _refers_to_stored(body)
 
 
 def _refers_to_stored(value: object) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from codecs import getincrementaldecoder
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -99,7 +99,7 @@ _CONFIG = (
     *_SAMPLING.values(),
     *("thinkingConfig", "responseMimeType", "candidateCount", "responseSchema", "responseJsonSchema"),
 )
-_JSON = json.JSONDecoder()
+_OUTSIDE, _IN_STRING = re.compile(rb'["{}]'), re.compile(rb'"|\\.?', re.DOTALL)
 _KEPT_TOOLS = ("functionDeclarations", "function_declarations", "computerUse", "computer_use")
 _THINKS = re.compile(r"gemini-(2\.5|[3-9])")
 _WANTS_SIGNATURES = re.compile(r"gemini-[3-9]")
@@ -119,7 +119,9 @@ class Contents:
 
     def __init__(self) -> None:
         self._calls = 0
-        self._waiting: list[tuple[str, str]] = []
+        self._waiting: dict[str, deque[str]] = {}
+        """The ids of calls, by the function's name."""
+        self._unanswered: set[str] = set()
 
     def parse(self, raw: Any) -> Iterator[Message]:
         listed = [raw] if isinstance(raw, dict) else need_list(raw, "contents")
@@ -140,7 +142,8 @@ class Contents:
             name = need_str(call.get("name"), "a functionCall's name")
             self._calls += 1
             call_id = call.get("id") or f"call_{self._calls}_{name}"
-            self._waiting.append((name, call_id))
+            self._waiting.setdefault(name, deque()).append(call_id)
+            self._unanswered.add(call_id)
             yield parse_call({**call, "id": call_id}, part.get("thoughtSignature"))
         elif isinstance(part.get("functionResponse"), dict):
             yield self._result(part["functionResponse"])
@@ -150,17 +153,22 @@ class Contents:
     def _result(self, response: Mapping[str, Any]) -> ToolResult:
         name = need_str(response.get("name"), "a functionResponse's name")
         call_id = response.get("id")
-        found = next((item for item in self._waiting if item[1] == call_id), None) if call_id else None
-        found = found or next((item for item in self._waiting if item[0] == name), None)
-        if found:
-            self._waiting.remove(found)
+        found = call_id if call_id in self._unanswered else self._first(name)
+        self._unanswered.discard(found)
         body = response.get("response")
         failed = isinstance(body, dict) and set(body) == {"error"}
         if isinstance(body, dict) and len(body) == 1 and set(body) <= {"output", "error", "result", "content"}:
             body = next(iter(body.values()))
         text = body if isinstance(body, str) else "" if body is None else json.dumps(body, ensure_ascii=False)
         parts = (Text(text),) if text else ()
-        return ToolResult(call_id or (found[1] if found else name), parts, failed, name=name)
+        return ToolResult(call_id or found, parts, failed, name=name)
+
+    def _first(self, name: str) -> str:
+        """The first call of this function that has no answer; else the name itself."""
+        waiting = self._waiting.get(name, deque())
+        while waiting and waiting[0] not in self._unanswered:
+            waiting.popleft()
+        return waiting[0] if waiting else name
 
 
 def parse_call(call: Mapping[str, Any], signature: str | None) -> ToolCall:
@@ -383,23 +391,36 @@ class GeminiParser(EventParser):
 
 
 class ArrayReader:
-    """Splits a JSON array of objects, which arrives in pieces, into the texts of its items."""
+    """Splits a JSON array of objects, which arrives in pieces, into the texts of its items. Each byte is read once."""
 
     def __init__(self) -> None:
-        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
-        self._text = ""
+        self._held = bytearray()
+        self._read = 0
+        """How much of what is held was looked at."""
+        self._begin, self._depth, self._quoted = 0, 0, False
 
     def feed(self, data: bytes) -> list[str]:
         items: list[str] = []
-        self._text += self._decoder.decode(data)
-        while text := self._text.lstrip("[], \t\r\n"):
-            self._text = text
-            try:
-                _, end = _JSON.raw_decode(text)
-            except (ValueError, RecursionError):
-                break
-            items.append(text[:end])
-            self._text = text[end:]
+        self._held += data
+        while found := (_IN_STRING if self._quoted else _OUTSIDE).search(self._held, self._read):
+            mark = found[0]
+            if mark == b"\\":
+                break  # what it escapes comes with the next piece
+            self._read = found.end()
+            if mark == b'"':
+                self._quoted = not self._quoted
+            elif mark == b"{":
+                self._begin = self._begin if self._depth else found.start()
+                self._depth += 1
+            elif mark == b"}" and self._depth:
+                self._depth -= 1
+                if self._depth == 0:
+                    items.append(self._held[self._begin : self._read].decode(errors="replace"))
+        else:
+            self._read = len(self._held)
+        done = self._begin if self._depth else self._read
+        del self._held[:done]
+        self._begin, self._read = 0, self._read - done
         return items
 
 

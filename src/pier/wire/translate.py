@@ -166,6 +166,8 @@ class ToolNames:
         self._keeps_custom = target.custom_tools
         self._inward: dict[str, Tool] = {}
         self._outward: dict[tuple[str | None, str], str] = {}
+        self._latest: dict[str, str] = {}
+        """What a name became when it was last given, so that many tools of one name take linear time."""
         self.tools = tuple(self._rename(tool) for tool in tools)
 
     def _rename(self, tool: Tool) -> Tool:
@@ -180,9 +182,11 @@ class ToolNames:
         return renamed if tool.kind == "function" or self._keeps_custom else _as_function(renamed)
 
     def _unique(self, name: str) -> str:
-        good = name if _GOOD_NAME.fullmatch(name) else _mangled(name)
+        first = name if _GOOD_NAME.fullmatch(name) else _mangled(name)
+        good = self._latest.get(first, first)
         while good in self._inward and not self._keeps_custom:
             good = _mangled(good + "_")
+        self._latest[first] = good
         return good
 
     def choice(self, name: str | None) -> str | None:

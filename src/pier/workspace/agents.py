@@ -24,7 +24,7 @@ from pier.files import write_json
 from pier.home import own_packs
 from pier.sandbox.contract import Mount, Sandbox
 from pier.trial.agent import make_agent, prepare_agent
-from pier.trial.spec import AgentChoice
+from pier.trial.config import AgentConfig
 
 PROGRAMS = {
     "claude": "claude-code",
@@ -107,7 +107,7 @@ class InstalledAgent:
 
 def agent_of_image(name: str) -> InstalledAgent:
     """An agent that the image may have, without a pack."""
-    return InstalledAgent(make_agent(AgentChoice(name)), None, "")
+    return InstalledAgent(make_agent(AgentConfig(name=name)), None, "")
 
 
 def _for_people(agent: Agent, run: AgentRun) -> AgentRun:
@@ -178,8 +178,9 @@ async def install_agents(
 ) -> tuple[list[InstalledAgent], tuple[Mount, ...]]:
     """The agents with what must be mounted for them; packs that are missing are built first."""
     check_agents(names)
-    agents = [make_agent(AgentChoice(name)) for name in names]
-    ready = [await prepare_agent(agent, AgentChoice(name), say) for name, agent in zip(names, agents, strict=True)]
+    chosen = [AgentConfig(name=name) for name in names]
+    agents = [make_agent(each) for each in chosen]
+    ready = [await prepare_agent(agent, each, say) for agent, each in zip(agents, chosen, strict=True)]
     if len(agents) <= 1:
         return [InstalledAgent(a, r.version, PACK_PATH) for a, r in zip(agents, ready, strict=True)], tuple(
             mount for one in ready for mount in one.mounts

@@ -88,7 +88,7 @@ def _check_start(process: subprocess.Popen[bytes], directory: Path) -> None:
             started = process.stdout.readline() != b""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_LOOK if started else None)
-        if not started or (directory / _CODE).read_text().strip() in ("126", "127"):
+        if not started or _exit_code(directory) in (126, 127):
             said = (directory / LOG).read_text(errors="replace").strip()
             shutil.rmtree(directory)
             raise WorkspaceError(f"the command did not start: {said.removeprefix('pier: ')}", code="not-started")
@@ -129,11 +129,19 @@ def _read(directory: Path) -> BackgroundCommand | None:
     except (OSError, ValidationError):
         return None
     is_alive = _is_alive(directory)  # before the exit code is read, which is written before the lock is gone
-    with contextlib.suppress(OSError, ValueError):
-        info.exit_code = int((directory / _CODE).read_text())
-        info.ended_at = datetime.fromtimestamp((directory / _CODE).stat().st_mtime, UTC)
+    info.exit_code = _exit_code(directory)
+    if info.exit_code is not None:
+        with contextlib.suppress(FileNotFoundError):
+            info.ended_at = datetime.fromtimestamp((directory / _CODE).stat().st_mtime, UTC)
     info.lost = info.exit_code is None and not is_alive
     return info
+
+
+def _exit_code(directory: Path) -> int | None:
+    """How a command ended; None while it runs, and if its shell was killed."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((directory / _CODE).read_text())
+    return None
 
 
 def _is_alive(directory: Path) -> bool:

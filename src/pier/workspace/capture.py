@@ -21,13 +21,17 @@ from typing import TYPE_CHECKING
 from pier import __version__
 from pier.agent.contract import AGENT_LOGS
 from pier.errors import PierError, StorageError, UsageError
+from pier.record import RECORDING, TRAJECTORY, About
+from pier.record.reader import RecordingTooLarge
 from pier.redact import Redactor
 from pier.secret import secret_values
+from pier.trajectory.derive import write_trajectory
 from pier.trajectory.model import read
 from pier.trajectory.native.convert import convert, find_sessions
 from pier.tree import FAULTS, Tree, TreeError
-from pier.trial.agent import RECORDING, TRAJECTORY, TrajectoryHeader, derive, summary_usage
+from pier.trial.bounded import call_bounded
 from pier.trial.result import AgentInfo, AgentResult, ModelInfo, PierInfo, TimingInfo, TrialResult, judge_as_harbor
+from pier.trial.trajectory import summary_usage, usage_in
 from pier.workspace.client import fetch
 from pier.workspace.host_sessions import FINDERS, find_host_sessions
 from pier.workspace.workspace import CAST, PIER, new_directory
@@ -214,7 +218,8 @@ def _derive(
 ) -> CapturedSession | None:
     logs.mkdir(parents=True, exist_ok=True)
     _copy(recording, logs / RECORDING)
-    summary = derive(logs, TrajectoryHeader(agent, version or "unknown", model, id_))
+    about = About(agent, version or "unknown", model, id_)
+    summary = write_trajectory(logs / RECORDING, logs / TRAJECTORY, about)
     if summary.path is None:
         (logs / RECORDING).unlink()
         return None
@@ -231,17 +236,7 @@ def _from_log(log: SessionLog, logs: Path) -> CapturedSession:
     convert(log, logs / TRAJECTORY)
     _keep_log(log, logs)
     known = read(logs / TRAJECTORY)
-    final = known.final_metrics
-    extra = (final.extra if final else None) or {}
-    result = AgentResult(
-        n_input_tokens=final.total_prompt_tokens if final else None,
-        n_output_tokens=final.total_completion_tokens if final else None,
-        n_cache_tokens=final.total_cached_tokens if final else None,
-        cost_usd=final.total_cost_usd if final else None,
-        peak_context_tokens=extra.get("peak_context_tokens"),
-        summarization_count=extra.get("summarization_count"),
-        n_agent_steps=len(known.agent_steps),
-    )
+    result = AgentResult(**usage_in(known))
     begin, end = _times([step.timestamp for step in known.steps])
     return CapturedSession(log.agent, log.version, log.model, result, begin, end, log.id, str(log.path))
 
@@ -305,9 +300,9 @@ def capture(
     scratch, place = target / ".incoming", None
     try:
         place = session_place(workspace, session_dir, scratch) if session_dir else None
-        found = capture_session(
-            workspace, target / "agent", agent=agent, session=session, session_dir=place, redactor=redactor,
-            environ=env, directory=directory,
+        found = call_bounded(
+            capture_session, workspace, target / "agent", agent=agent, session=session, session_dir=place,
+            redactor=redactor, environ=dict(env), directory=root,
         )  # fmt: skip
         if found is None:
             raise nothing_found(workspace, root, agent, session)
@@ -320,6 +315,9 @@ def capture(
         for parent in missing:
             with suppress(OSError):
                 parent.rmdir()
+        if isinstance(error, MemoryError):
+            words = f"cannot capture the session: to read its recording or log, {error}"
+            raise RecordingTooLarge(words) from None
         if isinstance(error, OSError | TreeError) and getattr(error, "errno", None) in FAULTS:
             words = f"the session could not be saved to {target}: {error}"
             raise StorageError(words, hint="free some space, then pier capture again") from error
@@ -395,8 +393,8 @@ def _seal(target: Path, found: CapturedSession, workspace: Workspace | None, roo
     )
     judge_as_harbor(result)
     record = TrialRecord(target, redactor)
-    record.write_config(config)
-    record.write_result(result)
+    record.write("config.json", config)
+    record.write("result.json", result)
 
 
 def _task(workspace: Workspace | None, root: Path) -> tuple[str, str, dict[str, str]]:

@@ -21,15 +21,18 @@ from pier.errors import PierError, SandboxError, WorkspaceError
 from pier.files import write
 from pier.lease import sweep
 from pier.network.policy import NetworkPolicy
+from pier.record import RECORDING
 from pier.redact import Redactor
 from pier.sandbox.contract import Mount, OnOutput, Process, Sandbox, SandboxSpec
 from pier.secret import secret_values
 from pier.task import Origin, Task, load_task
-from pier.trial.agent import RECORDING, describe_run, home_of
+from pier.trial.agent import describe_run, home_of
+from pier.trial.collect import has_state, restore_state
+from pier.trial.config import AgentConfig
 from pier.trial.environment import SandboxStarter, ServiceLogs, TaskSandbox, prepare_step, wait_until_healthy
 from pier.trial.plan import NetworkPlan, SandboxPlan, agent_plan, check_network, check_support, plan_network
 from pier.trial.record import TrialRecord
-from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec, open_services, user_text
+from pier.trial.spec import SandboxChoice, TrialServices, TrialSpec, open_services, user_text
 from pier.verifier.secure import make_folders
 from pier.workspace import state
 from pier.workspace.agents import (
@@ -156,15 +159,13 @@ class LiveWorkspace:
     def run_of(self, installed: InstalledAgent, endpoint: Endpoint | None) -> AgentRun:
         """The agent's inputs, without an instruction."""
         task = self.environment.task
-        spec = TrialSpec("workspace", task, self.workspace.pier, AgentChoice(installed.name))
+        spec = TrialSpec("workspace", task, self.workspace.pier, AgentConfig(name=installed.name))
         run = describe_run(
             spec,
             task.steps[0],
             installed.agent,
             workdir=self.environment.workdir,
             home=AGENT_LOGS if installed.name in HOMES_IN_LOGS else self.identity.home,
-            env={},
-            solution_env={},
             environ=self.environment.starter.environ,
         )
         return replace(run, endpoint=endpoint, seconds=None, warn=self.environment.record.warn)
@@ -260,7 +261,7 @@ async def prepare(
     """How the workspace's sandbox is started, when its image is there, and where its directory is inside."""
     config = workspace.config
     keep = workspace.state / RUNNING
-    choice = SandboxChoice(backend=config.backend, image=config.image, hidden=(workspace.pier,), keep=keep)
+    choice = SandboxChoice(image=config.image, hidden=(workspace.pier,), keep=keep)
     logs = ServiceLogs(record.directory / "services", record)
     starter = SandboxStarter(task, services, record, f"workspace-{config.id}", choice, logs, 1.0, say)
     plan = agent_plan(task, choice, starter.environ)
@@ -269,13 +270,6 @@ async def prepare(
     if workdir == "/":  # the image's own directory stays as it is, with its owner
         workdir, task = DEFAULT_WORKDIR, in_directory(task, DEFAULT_WORKDIR)
     return replace(starter, task=task), replace(plan, table=task.config.environment), workdir
-
-
-def parse_mount(text: str) -> Mount:
-    """A mount as `SOURCE:TARGET[:ro|rw]` with absolute paths."""
-    source, _, rest = text.partition(":")
-    target, _, mode = rest.partition(":")
-    return Mount(target, Path(source), read_only=mode == "ro")
 
 
 async def _recover(workspace: Workspace, starter: SandboxStarter, plan: SandboxPlan, say: Say) -> None:
@@ -357,7 +351,7 @@ async def _opened(
     config, backend = workspace.config, services.backend
     _check_links(workspace)
     task = workspace_task(workspace)
-    await check_support(task, backend, SandboxChoice(backend=config.backend, image=config.image))
+    await check_support(task, backend, SandboxChoice(image=config.image))
     capabilities = await backend.capabilities()
     network = _network(workspace, task, agents, public="public" in capabilities.networks)
     check_network(network, capabilities, backend.name)
@@ -374,17 +368,17 @@ async def _opened(
         await state.seed(workspace, starter, plan, network.baseline, workdir)
     await _recover(workspace, starter, plan, say)
     kept = workspace.pier / STATE
-    if config.image_digest != image.digest and state.is_kept(kept):
+    if config.image_digest != image.digest and has_state(kept):
         kept.rename(new_directory(workspace.pier / "older-state") / STATE)
         say("the image has changed: what was kept outside of the workspace is in .pier/older-state")
-    own = [*_own_mounts(workspace, workdir), *mounts, *map(parse_mount, config.mounts)]
+    own = [*_own_mounts(workspace, workdir), *mounts, *(Mount.parse(text, "mounts") for text in config.mounts)]
     say("starting the sandbox")
     try:
         async with starter.open(_for_live(plan, config, fresh), network.baseline, mounts=own) as (sandbox, _):
             if fresh:
                 await prepare_step(starter, 0, sandbox, workdir)
-            elif state.is_kept(kept):
-                await state.restore(sandbox, kept)
+            elif has_state(kept):
+                await restore_state(sandbox, kept)
             user = user_text(task.steps[0].agent.user) or image.config.user or None
             await state.fill(workspace, sandbox, workdir, user, fresh=fresh)
             if plan.table.healthcheck is not None:

@@ -148,7 +148,7 @@ async def _skills_of_task(workspace: Workspace, target: Path, say: Callable[[str
     record = TrialRecord(target.parent / "record", Redactor())
     record.open()
     try:
-        choice = SandboxChoice(backend=backend)
+        choice = SandboxChoice()
         async with (
             open_services(backend, label="pier skills") as services,
             open_environment(task, services, record, choice=choice, on_progress=say) as opened,

@@ -17,6 +17,7 @@ from typing import Any
 
 from pier.beneath import remove
 from pier.errors import UsageError, WorkspaceError
+from pier.sandbox.contract import Mount
 from pier.secret import secret_values
 from pier.task import Task, load_task
 from pier.task.sources import find_tasks
@@ -346,17 +347,10 @@ def parse_mounts(text: str) -> tuple[str, ...]:
 def _mount_text(row: Any) -> str:
     if isinstance(row, dict) and row.get("source") and row.get("target"):
         row = f"{row['source']}:{row['target']}:{'ro' if row.get('read_only') else 'rw'}"
-    source, _, rest = str(row).partition(":")
-    target, _, mode = rest.partition(":")
-    if not source or not target.startswith("/") or mode not in ("", "ro", "rw"):
-        raise UsageError(
-            f"invalid mount {row!r} in --mounts-json: expected SOURCE:TARGET[:ro|rw] with an absolute TARGET",
-            code="mounts",
-        )
-    path = Path(source).expanduser().resolve()
-    if not path.exists():
-        raise UsageError(f"cannot mount {path}: it does not exist", code="mounts")
-    return f"{path}:{target}:{mode or 'rw'}"
+    mount = Mount.parse(str(row), "--mounts-json", "rw")
+    if not mount.source or not mount.source.exists():
+        raise UsageError(f"cannot mount {mount.source}: it does not exist", code="mounts")
+    return f"{mount.source}:{mount.target}:{'ro' if mount.read_only else 'rw'}"
 
 
 async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Callable[[str], None]) -> Workspace:

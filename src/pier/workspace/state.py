@@ -1,34 +1,24 @@
 """The files of a workspace: copied out of its image, in and out of its sandbox, and replaced; and what changed in a
-sandbox outside of it, kept over a stop, for a fork and for a verification.
-
-The image's own tar keeps a state in one go. Images without one that can (busybox, none at all) have each path copied by
-pier.
-
-    <directory>/...              as `pier.trial.collect` keeps the state of a trial
-    <directory>/changed.tar      else: every path that changed
-    <directory>/paths.json       else: the paths that were removed; written last
+sandbox outside of it, kept over a stop, for a fork and for a verification, as the state of a trial is.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import tarfile
-import tempfile
-from collections.abc import AsyncIterator, Collection
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pier.beneath import TreeError, remove
 from pier.errors import SandboxError, StorageError
-from pier.files import write_json
 from pier.network.policy import NetworkPolicy
 from pier.sandbox.contract import Sandbox
 from pier.sandbox.tar import pack_entry, unpack
 from pier.tree import Tree
-from pier.trial.collect import has_state, is_left_out, keep_state, restore_state
+from pier.trial.collect import keep_state
 from pier.trial.environment import SandboxStarter
 from pier.trial.plan import SandboxPlan
 from pier.workspace.diff import content, keep_seed
@@ -40,8 +30,6 @@ RUNNING = "sandbox"
 REPLACED = "replaced"
 """Files of the directory that `pier stop` replaced with those of the sandbox, if they had been edited."""
 _COPIED = "copied"
-_INDEX, _CHANGED = "paths.json", "changed.tar"
-_CHUNK = 1 << 20
 SAVE_FAILURES = (SandboxError, StorageError, OSError, TreeError, tarfile.TarError)
 """The errors of saving files of a sandbox."""
 
@@ -196,62 +184,6 @@ async def keep(sandbox: Sandbox, directory: Path) -> None:
     """Write what differs from the image to `directory`, in place of what was kept there before."""
     scratch = directory.with_name(f".{directory.name}.new")
     await asyncio.to_thread(remove_tree, scratch)
-    try:
-        await keep_state(sandbox, scratch)
-    except SandboxError:
-        await asyncio.to_thread(remove_tree, scratch)
-        await _keep_paths(sandbox, scratch)
+    await keep_state(sandbox, scratch)
     await asyncio.to_thread(remove_tree, directory)
     scratch.rename(directory)
-
-
-def is_kept(directory: Path) -> bool:
-    """Whether a whole state is in `directory`."""
-    return has_state(directory) or (directory / _INDEX).is_file()
-
-
-async def restore(sandbox: Sandbox, directory: Path) -> None:
-    """Bring what was kept into a sandbox of the same image."""
-    if has_state(directory):
-        await restore_state(sandbox, directory)
-        return
-    for path in json.loads((directory / _INDEX).read_text()):
-        await sandbox.remove(path)
-    await sandbox.put_tar(_chunks(directory / _CHANGED), "/")
-
-
-async def _keep_paths(sandbox: Sandbox, directory: Path) -> None:
-    if len(sandbox.services()) > 1:
-        raise SandboxError("the state of the task's other services cannot be kept", code="no_state", retryable=False)
-    changes = await sandbox.changes()
-    if changes is None:
-        raise SandboxError("this backend cannot list what changed", code="no_state", blame="user", retryable=False)
-    directory.mkdir(parents=True)
-    with tarfile.open(directory / _CHANGED, "w", format=tarfile.PAX_FORMAT) as archive:
-        for change in changes:
-            if change.kind != "removed" and not is_left_out(change.path):
-                await _add(archive, sandbox, change.path)
-    removed = [change.path for change in changes if change.kind == "removed"]
-    write_json(directory / _INDEX, removed, durable=False)
-
-
-async def _add(archive: tarfile.TarFile, sandbox: Sandbox, path: str) -> None:
-    """Add one path to an archive; what is gone or no regular file meanwhile is left out."""
-    with tempfile.SpooledTemporaryFile(_CHUNK) as stream:
-        try:
-            async for chunk in sandbox.get_tar(path):
-                stream.write(chunk)
-        except FileNotFoundError:
-            return
-        stream.seek(0)
-        with tarfile.open(fileobj=stream) as one:
-            for entry in one:
-                if entry.name == ".":
-                    entry.name, entry.pax_headers = path.lstrip("/"), {}
-                    archive.addfile(entry, one.extractfile(entry) if entry.isfile() else None)
-
-
-async def _chunks(path: Path) -> AsyncIterator[bytes]:
-    with path.open("rb") as stream:
-        while data := stream.read(_CHUNK):
-            yield data

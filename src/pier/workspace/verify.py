@@ -16,18 +16,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pier.errors import SandboxError, UsageError, WorkspaceError
-from pier.image.model import Image, OnProgress
 from pier.redact import Redactor
 from pier.sandbox.contract import Change
 from pier.secret import secret_values
 from pier.task import Task
+from pier.trial.collect import restore_state
+from pier.trial.config import AgentConfig, EnvironmentConfig
 from pier.trial.environment import TaskSandbox, open_environment, task_secrets
-from pier.trial.images import ImageRequest, TrialImages
 from pier.trial.plan import agent_plan
 from pier.trial.record import Clock, OutputFile, TrialRecord
 from pier.trial.result import StepResult, VerifierResult, captured
 from pier.trial.run import TrialRun
-from pier.trial.spec import AgentChoice, SandboxChoice, TrialServices, TrialSpec
+from pier.trial.spec import SandboxChoice, TrialServices, TrialSpec
 from pier.trial.verify import grade
 from pier.workspace import state
 from pier.workspace.live import DEFAULT_WORKDIR, LiveWorkspace, in_directory, workspace_task
@@ -169,9 +169,13 @@ class _Verification(TrialRun):
         step = replace(
             task, steps=(task.steps[index],), config=task.config.model_copy(update={"steps": None})
         )  # the result is that of one step
-        choice = SandboxChoice(backend=config.backend, image=config.image)
         spec = TrialSpec(
-            directory.name, step, directory, AgentChoice(agent, config.model), sandbox=choice, secrets=tuple(own)
+            directory.name,
+            step,
+            directory,
+            AgentConfig(name=agent, model_name=config.model),
+            sandbox=SandboxChoice(EnvironmentConfig(type=config.backend), config.image),
+            secrets=tuple(own),
         )
         super().__init__(spec, services, None, say)
         self.record = _ShownRecord(directory, self.redactor)
@@ -217,13 +221,13 @@ class _Verification(TrialRun):
         """A sandbox that starts as the workspace's did and gets what is in that now."""
         live, task = self.live, self.task
         services, config = self.services, self.workspace.config
-        choice = SandboxChoice(backend=services.backend.name, image=config.image)
+        choice = SandboxChoice(image=config.image)
         image = live.environment.record.image if live is not None else None
         if config.workdir and (image is None or image.config.workdir != config.workdir):
             task = in_directory(task, config.workdir)
         if image is not None:
-            request = agent_plan(task, choice, services.environ).image
-            services = replace(services, images=_SameImage(services.images, request, image))
+            # A Dockerfile that was edited counts from the next start on.
+            services.images.known[agent_plan(task, choice, services.environ).image] = image
         name = f"verify-{config.id}"
         opened = open_environment(
             task, services, self.record, name=name, choice=choice, clock=self.clock, on_progress=self.on_progress
@@ -283,7 +287,7 @@ async def _copy_changes(live: LiveWorkspace, environment: TaskSandbox) -> None:
     with tempfile.TemporaryDirectory(prefix="pier-verify.") as name:
         try:
             await state.keep(live.sandbox, Path(name) / "state")
-            await state.restore(environment.sandbox, Path(name) / "state")
+            await restore_state(environment.sandbox, Path(name) / "state")
         except SandboxError as error:
             environment.record.warn(f"changes outside of the workspace are not part of this verification: {error}")
 
@@ -292,16 +296,3 @@ def _same(changes: Sequence[Change], before: Sequence[Change] | None) -> bool:
     return before is not None and {(c.path, c.kind, c.mark) for c in changes} == {
         (c.path, c.kind, c.mark) for c in before
     }
-
-
-class _SameImage(TrialImages):
-    """The images of the services, with the workspace's own in place of the task's: a Dockerfile that was edited counts
-    from the next start on."""
-
-    def __init__(self, images: TrialImages, request: ImageRequest, image: Image) -> None:
-        self._images = images
-        self._request = request
-        self._image = image
-
-    async def get(self, request: ImageRequest, on_progress: OnProgress | None = None) -> Image:
-        return self._image if request == self._request else await self._images.get(request, on_progress)
