@@ -161,8 +161,8 @@ async def test_memory_that_kills_the_verifier_loses_no_zero(place: str, survives
     )
     test = "#!/bin/bash\ntouch /tmp/go; sleep 4; echo 0 > /logs/verifier/reward.txt\n"
     async with open_place(place, tmp_path / "trials") as bench:
-        agent = AgentChoice("command", options={"command": ["bash", "-c", later if survives else EAT]})
-        where = SandboxChoice(image=bench.image, limits=Limits(memory=64 << 20))
+        agent = AgentConfig(name="command", kwargs={"command": ["bash", "-c", later if survives else EAT]})
+        where = SandboxChoice(EnvironmentConfig(override_memory_mb=64), image=bench.image)
         result = await bench.run(write_task(tmp_path / "t", test=test), agent, sandbox=where)
     error = result.exception_info
     assert result.rewards == {"reward": 0} and (error is None or error.blame == "agent"), error

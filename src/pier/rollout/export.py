@@ -255,10 +255,6 @@ def _read_rows(
     for sample in samples:
         report.add(sample, origin)
         report.rows.append(_line(sample, origin))
-    for row in rows_of(samples, origin, form, trainable_only=trainable_only):
-        report.written += 1
-        if not only_listed:
-            rows.append(json.dumps(row).encode())
     return report, rows
 
 
