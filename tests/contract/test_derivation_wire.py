@@ -12,8 +12,8 @@ import pytest
 
 from pier.gateway import Gateway, Provider
 from pier.gateway.script import Script
-from pier.trajectory import rules
-from pier.trajectory.derive import About, Derivation, write_trajectory
+from pier.trajectory import TrajectoryHeader, rules
+from pier.trajectory.derive import Derivation, write_trajectory
 from pier.trajectory.model import Step, read
 from pier.wire.dialects import DIALECTS
 from pier.wire.turn import Media, Message, Request, Text, Tool, ToolResult, Turn
@@ -83,7 +83,7 @@ async def test_any_dialect_gives_the_same_good_trajectory(dialect: str, stream: 
         await Agent(dialect, url, key, stream=stream).run("Do the work.")
     target = tmp_path / "trajectory.json"
     summary = write_trajectory(
-        tmp_path / "calls.jsonl", target, About("tiny", agent_version="1", model_name="m", session_id="s")
+        tmp_path / "calls.jsonl", target, TrajectoryHeader("tiny", version="1", model="m", session="s")
     )
     assert rules.validate_file(target) == []
     trajectory = read(target)
@@ -137,7 +137,7 @@ async def test_titles_sub_agents_and_compaction_are_told_apart(tmp_path: Path) -
         messages.append(Message("user", (ToolResult(turn.calls[0].id, (Text(counted[-1].text),)),)))
         turn = await agent.ask(agent.request(messages, tools=tools))
         messages += [Message("assistant", turn.parts), Message("user", (ToolResult(turn.calls[0].id, (Text("a b"),)),))]
-        follower = Derivation(recording, target, About("tiny", "1", "m", "s"))
+        follower = Derivation(recording, target, TrajectoryHeader("tiny", "1", "m", "s"))
         assert follower.update().calls == {"side": 1, "main": 2, "sub_agent": 2}
         asked = Message("user", (Text("Summarise what was done."),))
         await agent.ask(agent.request([Message("user", (Text("Summarise what was done: ls"),)), asked], tools=tools))
@@ -172,7 +172,7 @@ async def test_a_retry_is_one_step(tmp_path: Path) -> None:
         with pytest.raises(AssertionError, match="busy"):
             await agent.run("Do the work.")
         await agent.run("Do the work.")
-    summary = write_trajectory(tmp_path / "calls.jsonl", tmp_path / "t.json", About("tiny"))
+    summary = write_trajectory(tmp_path / "calls.jsonl", tmp_path / "t.json", TrajectoryHeader("tiny"))
     assert summary.calls == {"retry": 1, "main": 2}
     assert summary.agent_steps == 2
     (busy,) = (read(tmp_path / "t.json").extra or {})["side_calls"]
@@ -185,14 +185,14 @@ async def test_a_cost_that_the_model_names_is_kept_in_every_dialect(dialect: str
     async with Gateway() as gateway:
         url, key = await session(gateway, tmp_path / "calls.jsonl", turns)
         await Agent(dialect, url, key, stream=True).run("Do the work.")
-    summary = write_trajectory(tmp_path / "calls.jsonl", tmp_path / "t.json", About("tiny"))
+    summary = write_trajectory(tmp_path / "calls.jsonl", tmp_path / "t.json", TrajectoryHeader("tiny"))
     assert (summary.cost_usd, summary.cost_source) == (0.75, "provider")
 
 
 def test_nothing_recorded_writes_nothing(tmp_path: Path) -> None:
     recording = tmp_path / "calls.jsonl"
     recording.write_text('{"t":"session","format":1,"at":1.0}\n')
-    summary = write_trajectory(recording, tmp_path / "t.json", About("tiny"))
+    summary = write_trajectory(recording, tmp_path / "t.json", TrajectoryHeader("tiny"))
     assert summary.path is None
     assert not (tmp_path / "t.json").exists()
 
@@ -203,7 +203,7 @@ async def test_pictures_are_files_beside_the_trajectory(tmp_path: Path) -> None:
         agent = Agent("anthropic", url, key, stream=True)
         await agent.ask(agent.request([Message("user", (Media("image/png", "aGk="), Text("What is it?")))]))
     target = tmp_path / "agent" / "trajectory.json"
-    write_trajectory(tmp_path / "calls.jsonl", target, About("tiny", session_id="s"))
+    write_trajectory(tmp_path / "calls.jsonl", target, TrajectoryHeader("tiny", session="s"))
     assert rules.validate_file(target) == []
     asked = read(target).steps[1].message
     assert isinstance(asked, list)
@@ -229,7 +229,7 @@ async def test_harbor_takes_it(tmp_path: Path) -> None:
         url, key = await session(gateway, tmp_path / "calls.jsonl", TURNS)
         await Agent("anthropic", url, key, stream=True).run("Do the work.")
     target = tmp_path / "trajectory.json"
-    write_trajectory(tmp_path / "calls.jsonl", target, About("tiny", session_id="s"))
+    write_trajectory(tmp_path / "calls.jsonl", target, TrajectoryHeader("tiny", session="s"))
     harbor_takes(target)
 
 
@@ -250,7 +250,7 @@ async def test_an_agent_of_any_dialect_works_on_a_model_of_any_other(
     shown = []
     for name in ("model.jsonl", "calls.jsonl"):
         target = tmp_path / f"{name}.json"
-        summary = write_trajectory(tmp_path / name, target, About("tiny", session_id="s"))
+        summary = write_trajectory(tmp_path / name, target, TrajectoryHeader("tiny", session="s"))
         assert rules.validate_file(target) == []
         assert summary.calls == {"main": 3}
         shown.append(read(target))

@@ -12,7 +12,8 @@ import pytest
 from pier.gateway import Gateway
 from pier.gateway.providers import at_address
 from pier.record import reader
-from pier.trajectory.derive import About, write_trajectory
+from pier.trajectory import TrajectoryHeader
+from pier.trajectory.derive import write_trajectory
 from pier.trajectory.model import read
 from pier.wire.checks import close_book
 from pier.wire.contract import AnswerProgress, Dialect, Route
@@ -121,7 +122,7 @@ async def test_it_is_relayed_and_translated(client: str, upstream: str, stream: 
     assert (call.outcome, call.dialect) == ("ok", client)
     if stream:
         assert call.usage and call.usage.output_tokens == HELLO.usage.output_tokens
-    write_trajectory(tmp_path / "calls.jsonl", tmp_path / "trajectory.json", About("a", session_id="s"))
+    write_trajectory(tmp_path / "calls.jsonl", tmp_path / "trajectory.json", TrajectoryHeader("a", session="s"))
     assert read(tmp_path / "trajectory.json").steps[-1].text == HELLO.text
 
 

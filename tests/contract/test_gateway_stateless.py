@@ -10,7 +10,8 @@ import pytest
 
 from pier.gateway import Gateway
 from pier.record import reader
-from pier.trajectory.derive import About, write_trajectory
+from pier.trajectory import TrajectoryHeader
+from pier.trajectory.derive import write_trajectory
 from tests.gateway_fakes import PATHS, STREAM_PATHS, fake_provider, post, replies, request_body
 
 UNRECORDABLE: list[tuple[str, dict[str, Any], str]] = [
@@ -55,7 +56,7 @@ async def test_one_answer_may_be_asked_for(dialect: str, more: dict[str, Any], t
         status, _, _ = await post(url, PATHS[dialect], session.key, {**request_body(dialect), **more})
         assert status == 200 and len(fake.asked) == 1
         await session.close()
-    assert write_trajectory(tmp_path, tmp_path / "trajectory.json", About("a")).agent_steps == 1
+    assert write_trajectory(tmp_path, tmp_path / "trajectory.json", TrajectoryHeader("a")).agent_steps == 1
 
 
 THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "sealed"}

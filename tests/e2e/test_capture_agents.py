@@ -16,7 +16,8 @@ import pytest
 
 from pier.gateway import Gateway
 from pier.gateway.script import Script
-from pier.trajectory.derive import About, write_trajectory
+from pier.trajectory import TrajectoryHeader
+from pier.trajectory.derive import write_trajectory
 from pier.trajectory.model import Trajectory, read
 from pier.trajectory.rules import validate_file
 from pier.workspace.capture import capture
@@ -95,7 +96,7 @@ async def test_a_captured_session_agrees_with_the_gateway(agent: str, tmp_path: 
     file = found.directory / "agent" / "trajectory.json"
     assert found.session.agent == agent and validate_file(file) == []
     captured = read(file)
-    write_trajectory(recording, tmp_path / "wire.json", About(agent))
+    write_trajectory(recording, tmp_path / "wire.json", TrajectoryHeader(agent))
     wire = read(tmp_path / "wire.json")
     assert _essence(captured) == _essence(wire)
     assert [step[0] for step in _essence(wire)] == ["I will look.", "Once more.", "There are two lines."]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from pier.gateway import Gateway
 from pier.gateway.script import Script
-from pier.trajectory.derive import About, Derivation, write_trajectory
+from pier.trajectory import TrajectoryHeader
+from pier.trajectory.derive import Derivation, write_trajectory
 from pier.trajectory.rules import validate_file
 
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"properties": {"command": {"type": "string"}}}}}
@@ -59,7 +60,7 @@ def test_a_recording_cut_anywhere_gives_a_valid_trajectory_or_none(recording: Pa
     cut.write_bytes(whole[: int(len(whole) * share)])
     target = recording.parent / "trajectory.json"
     target.unlink(missing_ok=True)
-    summary = write_trajectory(cut, target, About("a", session_id="s"))
+    summary = write_trajectory(cut, target, TrajectoryHeader("a", session="s"))
     assert target.exists() == (summary.path is not None)
     if summary.path:
         assert validate_file(target) == []
@@ -68,7 +69,7 @@ def test_a_recording_cut_anywhere_gives_a_valid_trajectory_or_none(recording: Pa
 def test_following_a_recording_line_by_line_ends_where_reading_it_at_once_does(recording: Path) -> None:
     growing, target = recording.parent / "growing.jsonl", recording.parent / "t.json"
     growing.write_bytes(b"")
-    follower = Derivation(growing, target, About("a", "1", "m", "s"))
+    follower = Derivation(growing, target, TrajectoryHeader("a", "1", "m", "s"))
     with growing.open("ab") as stream:
         for line in recording.read_bytes().splitlines(keepends=True):
             stream.write(line)
@@ -77,7 +78,7 @@ def test_following_a_recording_line_by_line_ends_where_reading_it_at_once_does(r
             if summary.path:
                 assert validate_file(target) == []
     at_once = recording.parent / "once.json"
-    whole = write_trajectory(recording, at_once, About("a", "1", "m", "s"))
+    whole = write_trajectory(recording, at_once, TrajectoryHeader("a", "1", "m", "s"))
     assert json.loads(target.read_text()) == json.loads(at_once.read_text())
     assert summary.calls == whole.calls
     assert whole.agent_steps == 3

@@ -15,7 +15,8 @@ from aiohttp import web
 
 from pier.gateway import Gateway
 from pier.record import reader
-from pier.trajectory.derive import About, write_trajectory
+from pier.trajectory import TrajectoryHeader
+from pier.trajectory.derive import write_trajectory
 from pier.wire.dialects import DIALECTS, BadRequest, BadResponse, recognise
 from pier.wire.gemini import ArrayReader
 from pier.wire.turn import (
@@ -186,7 +187,7 @@ async def test_agents_that_send_anything_get_an_answer_of_their_dialect(
     assert seen[200] > 20 and seen.get(502, 0) == 0
     assert client == upstream or seen[400] > 20
     assert len(reader.read(tmp_path).calls) >= seen[200]
-    write_trajectory(tmp_path, tmp_path / "trajectory.json", About("a"))
+    write_trajectory(tmp_path, tmp_path / "trajectory.json", TrajectoryHeader("a"))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -223,7 +224,7 @@ async def test_providers_that_send_anything_are_relayed_or_blamed(
     calls = reader.read(tmp_path).generations()
     assert len(calls) == len(behaviours)
     assert {call.outcome for call in calls} <= {"ok", "error", "failed"}, {call.outcome for call in calls}
-    write_trajectory(tmp_path, tmp_path / "trajectory.json", About("a"))
+    write_trajectory(tmp_path, tmp_path / "trajectory.json", TrajectoryHeader("a"))
 
 
 def test_a_stream_as_an_array_is_read_once_however_it_is_cut() -> None:

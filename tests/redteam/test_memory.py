@@ -127,7 +127,8 @@ from pier.errors import AgentError
 from pier.gateway import Gateway
 from pier.redact import Redactor
 from pier.trial import bounded
-from pier.trial.agent import TrajectoryHeader, add_trajectory, find_fault
+from pier.trajectory import TrajectoryHeader
+from pier.trial.agent import add_trajectory, find_fault
 from pier.trial.record import TrialRecord
 
 def used():

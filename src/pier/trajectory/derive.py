@@ -21,6 +21,7 @@ from typing import Any
 
 from pier.figures import add_known
 from pier.record.reader import Reader, find
+from pier.trajectory import TrajectoryHeader
 from pier.trajectory import model as atif
 from pier.trajectory.calls import Node, read_calls
 from pier.trajectory.lineage import Lineage, Thread
@@ -234,16 +235,6 @@ def iso(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """The agent's part of a trajectory's header."""
-
-    agent_name: str
-    agent_version: str | None = None
-    model_name: str | None = None
-    session_id: str | None = None
-
-
 @dataclass(slots=True)
 class StepTotals:
     """The usage of some calls. `cost_usd` is None as soon as one of them has no known cost."""
@@ -292,10 +283,10 @@ class TrajectorySummary:
 class Derivation:
     """Follows one recording. Each call is read once; calls are sorted into threads at each update."""
 
-    def __init__(self, recording: Path, target: Path, about: About, most: int | None = None) -> None:
+    def __init__(self, recording: Path, target: Path, header: TrajectoryHeader, most: int | None = None) -> None:
         self._reader = Reader(find(recording), most)
         self._target = target
-        self._about = about
+        self._header = header
         self._read: dict[int, Node] = {}
         self.trajectory: atif.Trajectory | None = None
 
@@ -311,7 +302,7 @@ class Derivation:
         threads = lineage.threads()
         if not threads:
             return TrajectorySummary(None)
-        self.trajectory, media = _TrajectoryBuilder(threads, self._about).build()
+        self.trajectory, media = _TrajectoryBuilder(threads, self._header).build()
         if not self.trajectory.steps:
             return TrajectorySummary(None, calls=_kinds(lineage))
         self._target.parent.mkdir(parents=True, exist_ok=True)
@@ -324,25 +315,25 @@ class Derivation:
 
 
 def write_trajectory(
-    recording: Path, target: Path, about: About, *, durable: bool = True, most: int | None = None
+    recording: Path, target: Path, header: TrajectoryHeader, *, durable: bool = True, most: int | None = None
 ) -> TrajectorySummary:
     """Write to `target` the trajectory of the recording at `recording`, a file or a trial's directory;
     `RecordingTooLarge` if it takes more than `most`, as `Reader` counts."""
-    return Derivation(recording, target, about, most).update(durable=durable)
+    return Derivation(recording, target, header, most).update(durable=durable)
 
 
 class _TrajectoryBuilder:
     """Makes one trajectory of sorted threads: the main one, with sub-agents embedded where they were begun."""
 
-    def __init__(self, threads: list[Thread], about: About) -> None:
+    def __init__(self, threads: list[Thread], header: TrajectoryHeader) -> None:
         self._threads = threads
-        self._about = about
+        self._header = header
         self._media: dict[str, bytes] = {}
         self._subs = [thread for thread in threads if thread.kind == "sub_agent"]
 
     def build(self) -> tuple[atif.Trajectory, dict[str, bytes]]:
         main = self._threads[0]
-        session = self._about.session_id
+        session = self._header.session
         trajectory = self._trajectory(main, session, session, self._subs_of(main, top=True))
         breakdown: dict[str, StepTotals] = {}
         for thread in self._threads:
@@ -387,9 +378,9 @@ class _TrajectoryBuilder:
             session_id=session,
             trajectory_id=name,
             agent=atif.TrajectoryAgent(
-                name=self._about.agent_name,
-                version=self._about.agent_version or "unknown",
-                model_name=self._about.model_name or first.model,
+                name=self._header.agent,
+                version=self._header.version or "unknown",
+                model_name=self._header.model or first.model,
                 tool_definitions=tool_definitions(first.tools),
             ),
             steps=steps.steps,

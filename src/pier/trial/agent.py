@@ -29,6 +29,7 @@ from pier.redact import Redactor
 from pier.sandbox.contract import Mount, OnOutput, Result, Sandbox
 from pier.task import Task, TaskStep
 from pier.task.model import resolve_headers
+from pier.trajectory import TrajectoryHeader
 from pier.tree import Tree
 from pier.trial.bounded import read_back, run_bounded
 from pier.trial.record import TrialRecord
@@ -393,16 +394,6 @@ def usage_of(session: Session | None) -> AgentResult:
 TRAJECTORY = "trajectory.json"
 
 
-@dataclass(frozen=True, slots=True)
-class TrajectoryHeader:
-    """Who made a trajectory: the first fields of the file."""
-
-    agent: str
-    version: str
-    model: str | None
-    session: str
-
-
 async def add_native_trajectory(
     logs: Path, header: TrajectoryHeader, result: AgentResult | None, record: TrialRecord
 ) -> AgentResult | None:
@@ -447,10 +438,9 @@ def _raise_storage_fault(error: Exception | None) -> None:
 
 def derive(logs: Path, header: TrajectoryHeader, *, durable: bool = True, most: int | None = None) -> TrajectorySummary:
     """Write the trajectory next to the recording, from what was recorded so far; `RecordingTooLarge` beyond `most`."""
-    from pier.trajectory.derive import About, write_trajectory
+    from pier.trajectory.derive import write_trajectory
 
-    about = About(header.agent, header.version, header.model, header.session)
-    return write_trajectory(logs / RECORDING, logs / TRAJECTORY, about, durable=durable, most=most)
+    return write_trajectory(logs / RECORDING, logs / TRAJECTORY, header, durable=durable, most=most)
 
 
 def summary_usage(summary: TrajectorySummary) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from pier.sandbox.contract import Mount
 from pier.secret import looks_secret, secret_values, secrets_in, secrets_in_text
 from pier.task import resolve_env
 from pier.task.model import wanted_in_headers
+from pier.trajectory import TrajectoryHeader
 from pier.trial.agent import (
-    TrajectoryHeader,
     add_native_trajectory,
     add_trajectory,
     check_job_budget,

@@ -21,7 +21,8 @@ from pydantic_core import from_json
 
 from pier.job.view import TrialView
 from pier.record.reader import RecordingTooLarge
-from pier.trajectory.derive import About, Derivation, write_trajectory
+from pier.trajectory import TrajectoryHeader
+from pier.trajectory.derive import Derivation, write_trajectory
 from pier.trajectory.model import Content, Step, text_of
 from pier.trajectory.paged import PagedTrajectory, TrajectoryMap, scan
 from pier.tree import TreeError, open_regular
@@ -73,16 +74,16 @@ class StepReader:
         """The trajectory of what a recording has so far; None if it has no step yet."""
         name = hashlib.sha256(str(recording).encode()).hexdigest()[:16]
         target = self.index.path.parent / f"derived-{name}" / "trajectory.json"
-        about = About(view.agent, None, view.model, view.name)
+        header = TrajectoryHeader(view.agent, None, view.model, view.name)
         with self._lock:
             try:
                 if recording in self._large:
-                    return self._derive_large(recording, target, about, is_running=view.state == "running")
-                derivation = self._derivations.pop(recording, None) or Derivation(recording, target, about, SMALL)
+                    return self._derive_large(recording, target, header, is_running=view.state == "running")
+                derivation = self._derivations.pop(recording, None) or Derivation(recording, target, header, SMALL)
                 found = derivation.update(durable=False)
             except RecordingTooLarge:
                 self._large[recording] = ""
-                return self._derive_large(recording, target, about, is_running=view.state == "running")
+                return self._derive_large(recording, target, header, is_running=view.state == "running")
             except (OSError, TreeError, ValueError, KeyError, TypeError, RecursionError):
                 return target if target.is_file() else None
             self._derivations[recording] = derivation
@@ -90,14 +91,16 @@ class StepReader:
                 self._derivations.pop(next(iter(self._derivations)))
         return found.path
 
-    def _derive_large(self, recording: Path, target: Path, about: About, *, is_running: bool) -> Path | None:
+    def _derive_large(
+        self, recording: Path, target: Path, header: TrajectoryHeader, *, is_running: bool
+    ) -> Path | None:
         """The same in a limited process, once for each state of the file. A trial that runs does that itself."""
         if is_running:
             return None
         if self._large[recording] != (stamp := file_stamp(recording)):
             self._large[recording] = stamp
             with suppress(OSError, ValueError, MemoryError):
-                call_bounded(write_trajectory, recording, target, about, durable=False)
+                call_bounded(write_trajectory, recording, target, header, durable=False)
         return target if target.is_file() else None
 
     @contextmanager

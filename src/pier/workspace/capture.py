@@ -24,10 +24,11 @@ from pier.errors import PierError, StorageError, UsageError
 from pier.record.reader import RecordingTooLarge
 from pier.redact import Redactor
 from pier.secret import secret_values
+from pier.trajectory import TrajectoryHeader
 from pier.trajectory.model import read
 from pier.trajectory.native.convert import convert, find_sessions
 from pier.tree import FAULTS, Tree, TreeError
-from pier.trial.agent import RECORDING, TRAJECTORY, TrajectoryHeader, derive, summary_usage
+from pier.trial.agent import RECORDING, TRAJECTORY, derive, summary_usage
 from pier.trial.bounded import call_bounded
 from pier.trial.result import AgentInfo, AgentResult, ModelInfo, PierInfo, TimingInfo, TrialResult, judge_as_harbor
 from pier.workspace.client import fetch
