@@ -105,6 +105,13 @@ def refused(tmp_path: Path, text: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["cpus", "memory_mb", "storage_mb"])
+@pytest.mark.parametrize("value", ["1e308", "1" + "0" * 30])
+def test_sizes_that_no_kernel_can_count_are_refused(key: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"environment.{key}"):
+        config(f"[environment]\n{key} = {value}")
+
+
 def test_cpus_may_be_a_fraction() -> None:
     assert config("[environment]\ncpus = 0.5").environment.cpus == 0.5
     assert isinstance(config("[environment]\ncpus = 2").environment.cpus, int)

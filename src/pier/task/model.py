@@ -171,15 +171,19 @@ class Tpu(Table):
     topology: str = Field(pattern=r"^\s*[1-9]\d*(x[1-9]\d*)+\s*$")
 
 
+_MOST_MB = (1 << 43) - 1
+"""More bytes than 64 bits can count are a mistake."""
+
+
 class Environment(PhaseNetwork):
     """`[environment]` and `[verifier.environment]`."""
 
     build_timeout_sec: Seconds = 600.0
     docker_image: str | None = None
     os: Literal["linux", "windows"] = "linux"
-    cpus: int | Annotated[float, Field(allow_inf_nan=False)] | None = None
-    memory_mb: int | None = None
-    storage_mb: int | None = None
+    cpus: int | Annotated[float, Field(allow_inf_nan=False)] | None = Field(default=None, le=1 << 20)
+    memory_mb: int | None = Field(default=None, le=_MOST_MB)
+    storage_mb: int | None = Field(default=None, le=_MOST_MB)
     gpus: int | None = Field(default=None, ge=0)
     gpu_types: tuple[str, ...] | None = None
     tpu: Tpu | None = None
