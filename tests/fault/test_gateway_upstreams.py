@@ -341,6 +341,40 @@ async def test_a_session_that_pauses_for_long_holds_no_other(monkeypatch: pytest
     await asyncio.wait_for(limiter.acquire("two"), 10)
 
 
+async def test_sessions_that_are_over_do_not_count_as_users_of_a_provider(tmp_path: Path) -> None:
+    async with fake_provider(says(HELLO)) as fake, Gateway(retry=QUICK) as gateway:
+        provider, url = fake.provider("chat"), await gateway.serve()
+        for number in range(4):
+            async with gateway.session("m", upstream=provider, recording=tmp_path / f"{number}.jsonl") as session:
+                await post(url, PATHS["chat"], session.key, request_body("chat"))
+        limiter = gateway.upstreams.limiter(provider)
+        await limiter.acquire("one")
+        limiter.close_for("one", 60)
+        await limiter.acquire("two")
+        limiter.close_for("two", 60)
+        assert limiter.closed_for("three") > 0
+
+
+async def test_a_call_that_waited_long_for_its_turn_is_still_retried(tmp_path: Path) -> None:
+    """Only what the provider makes it wait counts."""
+    go_on = asyncio.Event()
+
+    async def slow(request: Any, raw: bytes) -> Any:
+        await go_on.wait()
+        return await says(HELLO)(request, raw)
+
+    retry = Retry(first=0.01, longest=0.02, patience=0.3)
+    async with fake_provider(says(HELLO)) as fake, Gateway(retry=retry) as gateway:
+        fake.then = [slow, replies(429, b'{"error": {"message": "later"}}')]
+        url, provider = await gateway.serve(), fake.provider("chat", concurrency=1)
+        session = gateway.session("m", upstream=provider, recording=tmp_path / "calls.jsonl")
+        asking = [asyncio.create_task(post(url, PATHS["chat"], session.key, request_body("chat"))) for _ in range(2)]
+        await asyncio.sleep(0.5)
+        go_on.set()
+        assert [status for status, _, _ in await asyncio.gather(*asking)] == [200, 200]
+        assert len(fake.asked) == 3
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("begun", [True, False])
 async def test_a_provider_that_stays_silent_is_given_up_once(stream: bool, begun: bool, tmp_path: Path) -> None:

@@ -296,6 +296,11 @@ class Limiter:
         self._recent: OrderedDict[Hashable, float] = OrderedDict()
         """The sessions that use the provider, and when each last did."""
 
+    def forget(self, session: Hashable) -> None:
+        """A session is over."""
+        self._pauses.pop(session, None)
+        self._recent.pop(session, None)
+
     def closed_for(self, session: Hashable) -> float:
         """Seconds until the provider takes requests of a session again."""
         if not self._pauses:
@@ -311,8 +316,10 @@ class Limiter:
         """The provider asked a session for a pause."""
         self._pauses[session] = max(self._pauses.get(session, 0.0), time.monotonic() + seconds)
 
-    async def acquire(self, session: Hashable) -> None:
-        """Wait until a request of the session may be sent, and take one of those that may run at the same time."""
+    async def acquire(self, session: Hashable) -> float:
+        """Wait until a request of the session may be sent, and take one of those that may run at the same time. The
+        seconds that were spent on limits of this gateway, not on pauses that the provider asked for."""
+        queued = 0.0
         now = self._recent[session] = time.monotonic()
         self._recent.move_to_end(session)
         while now - next(iter(self._recent.values())) > _RECENT:
@@ -320,19 +327,23 @@ class Limiter:
         while True:
             while (left := self.closed_for(session)) > 0:
                 await pause(left)
+            since = time.monotonic()
             if self._slots and self._slots.locked():
                 with waiting():
                     await self._slots.acquire()
             elif self._slots:
                 await self._slots.acquire()
+            queued += time.monotonic() - since
             if self.closed_for(session) <= 0:
                 break
             self.release()
+        since = time.monotonic()
         try:
             await self._pace.pace()
         except BaseException:
             self.release()
             raise
+        return queued + time.monotonic() - since
 
     def release(self) -> None:
         if self._slots:

@@ -229,6 +229,7 @@ class Session:
         for meter in self._meters:
             meter.wake()
         await self.drain()
+        self.gateway.upstreams.forget(self.recorder)
         try:
             self.recorder.close(self.ended or reason)
         except OSError as error:

@@ -23,7 +23,7 @@ from pier.gateway.login import LoginRefused
 from pier.gateway.pool import Answer, ConnectionPool, NoAnswer
 from pier.gateway.providers import Provider
 from pier.record.redact import Scrubber, redacted_path
-from pier.record.writer import CallRecord
+from pier.record.writer import CallRecord, Recorder
 from pier.wire.body import Body, parse
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Fault, classify, error_in
@@ -121,6 +121,11 @@ class Upstreams:
             self._limiters[place] = Limiter(provider.requests_per_minute, provider.concurrency)
         return self._limiters[place]
 
+    def forget(self, session: Recorder) -> None:
+        """A session is over, and no longer one that uses its providers."""
+        for limiter in self._limiters.values():
+            limiter.forget(session)
+
     async def ask(self, out: Outgoing, record: CallRecord) -> Answer:
         """The beginning of a good answer (status below 400), as a context manager: leaving early ends the upstream's
         generation."""
@@ -130,7 +135,7 @@ class Upstreams:
             attempt += not stale
             if limiter.closed_for(session) > 0:
                 record.held("rate_limit")
-            await limiter.acquire(session)
+            began += await limiter.acquire(session)
             try:
                 found = await self._try(out, record, attempt, began)
             except BaseException:
