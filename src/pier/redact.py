@@ -342,14 +342,27 @@ class StreamRedactor:
         for line in whole:
             self._take(line)
         self._waits += sum(map(len, whole))
-        if self._waits > _CHUNK:
-            self._open.clear()
+        if self._waits > _CHUNK + _CHUNK // 4:
+            self._give_up()
         waits = (place for place, line in enumerate(self._waiting) if line.waits)
         ready = next(waits, len(self._waiting)) if self._open else len(self._waiting)
         out = b"".join(line.render() for line in self._waiting[:ready])
         self._waits -= sum(len(line.raw) for line in self._waiting[:ready])
         del self._waiting[:ready]
         return out
+
+    def _give_up(self) -> None:
+        """Join no more texts that begin in a line that is more than a mebibyte back."""
+        after, late = self._waits, set[int]()
+        for line in self._waiting:
+            after -= len(line.raw)
+            if after <= _CHUNK:
+                break
+            late.add(id(line))
+        for place, pieces in list(self._open.items()) if late else ():
+            if id(pieces[0].line) in late:
+                for each in self._open.pop(place):
+                    each.line.waits -= 1
 
     def _take(self, raw: bytes) -> None:
         line = _Line(raw)

@@ -216,6 +216,22 @@ def test_a_secret_that_begins_and_does_not_go_on_holds_back_little() -> None:
     assert out > 300_000
 
 
+def test_a_secret_over_two_lines_is_removed_at_the_end_of_a_large_piece() -> None:
+    stream, other = StreamRedactor(Redactor([SECRET]), lines=True), b'{"text": "%b"}\n' % (b"x" * 1000)
+    halves = [json.dumps({"text": half}).encode() + b"\n" for half in (SECRET[:9], SECRET[9:])]
+    out = stream.feed(other * 1100 + halves[0]) + stream.feed(halves[1]) + stream.close()
+    assert SECRET[9:].encode() not in out and REDACTED.encode() in out
+
+
+def test_a_text_that_begins_like_a_secret_hides_no_later_one() -> None:
+    stream, other = StreamRedactor(Redactor([SECRET]), lines=True), b'{"text": "%b"}\n' % (b"x" * 1000)
+    begins, *halves = (
+        json.dumps(each).encode() + b"\n" for each in ({"a": SECRET[:3]}, {"b": SECRET[:9]}, {"b": SECRET[9:]})
+    )
+    out = b"".join(map(stream.feed, [begins, *[other] * 900, halves[0], *[other] * 500, halves[1]])) + stream.close()
+    assert SECRET[9:].encode() not in out and REDACTED.encode() in out
+
+
 @pytest.mark.parametrize("text", ["é" * 3, "x"])
 def test_a_secret_that_a_list_of_texts_repeats_is_removed_each_time(text: str) -> None:
     line = json.dumps({"a": [*SECRET, text, SECRET[:5], f"{SECRET[5:]}{text}{SECRET}", ""] * 500}, ensure_ascii=False)
