@@ -18,7 +18,9 @@ from pier.cli.samples import samples as command
 from pier.errors import UsageError
 from pier.rollout.check import check_file
 from pier.rollout.export import pier_row, sink_for
+from pier.rollout.results import sample_writer
 from pier.rollout.samples import SampleBuilder
+from pier.rollout.state import State
 from pier.trajectory.calls import Generation
 from tests.unit.test_samples_derivation import ORIGIN, Model, loop, said, trees
 
@@ -139,3 +141,17 @@ def test_the_command_says_what_is_broken(tmp_path: Path) -> None:
     (tmp_path / "torn.parquet").write_bytes((tmp_path / "good.parquet").read_bytes()[:-9])
     with pytest.raises(UsageError, match="not Parquet"):
         check_file(tmp_path / "torn.parquet")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_rollouts_that_were_finished_are_written_when_the_others_are_stopped(name: str, tmp_path: Path) -> None:
+    model, path = Model(), tmp_path / name
+    loop(model, [said("go")], 2)
+    state = State({"example_id": 0, "rollout_id": "r", "trajectory_id": "t", "samples": model.samples(), "reward": 1.0})
+    with pytest.raises(KeyboardInterrupt), sample_writer(path):
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == [], "nothing was finished"
+    with pytest.raises(KeyboardInterrupt), sample_writer(path) as write:
+        write(state)
+        raise KeyboardInterrupt
+    assert check_file(path).broken == [] and list(tmp_path.iterdir()) == [path]

@@ -231,14 +231,25 @@ def pass_rates(outputs: list[Output], wanted: int, threshold: float) -> tuple[di
 
 @contextmanager
 def sample_writer(path: Path, form: str = "pier") -> Iterator[Callable[[State], None]]:
-    """Writes the training samples of rollouts to a file, JSON lines or Parquet; it is there whole at the end."""
+    """Writes the training samples of rollouts to a file, JSON lines or Parquet. It is there at the end; also when that
+    is an error or Ctrl-C, with the rollouts that were finished, if there are any."""
+    written, stopped = 0, None
     with sink_for(path) as sink:
 
         def write(state: State) -> None:
+            nonlocal written
             for row in rows_of(state.get("samples") or (), origin_of(state), form):
                 sink.add(row)
+                written += 1
 
-        yield write
+        try:
+            yield write
+        except BaseException as error:
+            if not written:
+                raise
+            stopped = error
+    if stopped is not None:
+        raise stopped
 
 
 def origin_of(state: State) -> SampleOrigin:

@@ -244,6 +244,11 @@ class FileInfo:
 class Process(ABC):
     """A running command with its streams. Leaving the context kills the whole tree that it started."""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its program ran at all: one that does not exist, or may not be run, did not."""
+        return True
+
     @abstractmethod
     async def write(self, data: bytes) -> None:
         """Write to stdin; returns when the pipe took it. Ignored if the command closed its stdin."""

@@ -33,8 +33,6 @@ LOG, INFO = "output.log", "info.json"
 _CODE = "exit-code"
 _SCRIPT = f'trap : TERM; "$@"; echo $? >"$0/{_CODE}"'
 _GRACE = 10.0
-_LOOK = 0.1
-"""How long a command is watched for a program that cannot be run."""
 
 
 class BackgroundCommand(BaseModel):
@@ -60,6 +58,8 @@ def start(workspace: Workspace, command: Sequence[str], env: Mapping[str, str]) 
     """Start a command here; its id. `env` has its variables in host mode."""
     if not workspace.is_host:
         connect(workspace).close()
+    elif shutil.which(command[0], path=env.get("PATH")) is None:
+        raise _not_started(f"{command[0]}: not found")
     directory = _new_directory(workspace)
     # -P: the command's directory may hold modules that an agent wrote.
     client = [sys.executable, "-P", "-m", "pier.cli.workspace_exec", str(workspace.root), str(directory / LOG)]
@@ -72,7 +72,8 @@ def start(workspace: Workspace, command: Sequence[str], env: Mapping[str, str]) 
         process = subprocess.Popen(
             script, stdin=subprocess.DEVNULL, stdout=stdout, stderr=log, env=env, start_new_session=True
         )
-    _check_start(process, directory)
+    if not workspace.is_host:
+        _check_start(process, directory)
     info = BackgroundCommand(id=directory.name, command=list(command), started_at=began, pid=process.pid)
     write_json(directory / INFO, info.model_dump(mode="json"), durable=False)
     process.returncode = 0  # it is meant to outlive this process
@@ -81,17 +82,19 @@ def start(workspace: Workspace, command: Sequence[str], env: Mapping[str, str]) 
 
 def _check_start(process: subprocess.Popen[bytes], directory: Path) -> None:
     """Raise what the log says if the command did not start. The client writes a line when it did, as its output goes to
-    the log; a program that is missing shows by its exit code."""
-    started = True
-    if process.stdout is not None:
-        with process.stdout:
-            started = process.stdout.readline() != b""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_LOOK if started else None)
-        if not started or _exit_code(directory) in (126, 127):
-            said = (directory / LOG).read_text(errors="replace").strip()
-            shutil.rmtree(directory)
-            raise WorkspaceError(f"the command did not start: {said.removeprefix('pier: ')}", code="not-started")
+    the log."""
+    assert process.stdout is not None
+    with process.stdout:
+        if process.stdout.readline():
+            return
+    process.wait()
+    said = (directory / LOG).read_text(errors="replace").strip().removeprefix("pier: ")
+    shutil.rmtree(directory)
+    raise _not_started(said)
+
+
+def _not_started(said: str) -> WorkspaceError:
+    return WorkspaceError(f"the command did not start: {said}", code="not-started")
 
 
 def _new_directory(workspace: Workspace) -> Path:

@@ -99,7 +99,7 @@ async def run_command(
             code: int | None = None
             try:
                 process = await live.spawn(order, endpoint, hand_on)
-                if log:
+                if log and process.has_begun:
                     writer.write(frames.pack(frames.STDOUT, b"started\n"))
                 on_resize = cast.resize if cast is not None else None
                 async with process:

@@ -198,7 +198,6 @@ class LinuxProcess(Process):
 
     @property
     def has_begun(self) -> bool:
-        """Whether the program ran at all, once `started` has returned: one that is missing did not."""
         return self._started.done() and self._started.result() == 1
 
     async def started(self) -> None:
