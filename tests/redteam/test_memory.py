@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from pier.job.view import TrialView
 from pier.record.writer import Recorder
+from pier.trial import bounded
+from pier.view.index import Index
+from pier.view.library import Library
+from pier.view.steps import StepReader
 from pier.wire.body import parse
 from tests.gateway_fakes import PATHS
 from tests.redteam import route
@@ -238,6 +245,24 @@ async def test_a_page_takes_a_bounded_amount_of_memory(hostile: bool, tmp_path: 
     assert added < 256, added
     assert len(calls["calls"]) == (0 if hostile else 1_200) and tests == [[]]
     assert ("of memory" in calls.get("problem", "")) is bool(missing) is hostile
+
+
+def test_a_large_recording_holds_up_no_other_page(tmp_path: Path) -> None:
+    names = write_job(tmp_path / "one", 2, 1, agents=1)[:2]
+    for name, size in zip(names, (9 << 20, 10), strict=True):
+        write_result(tmp_path / "one" / name)
+        (tmp_path / "one" / name / "agent").mkdir()
+        record_calls(tmp_path / "one" / name / "agent" / "recording.jsonl", iter([body("0", "x" * size)]))
+    large, small = (TrialView.open(tmp_path / "one" / name) for name in names)
+    (tmp_path / "index").mkdir()
+    reader = StepReader(Index(Library.open(tmp_path / "one"), tmp_path / "index" / "index.sqlite"))
+    with ThreadPoolExecutor() as pool:
+        with bounded._lock:  # no process is free to read the large one
+            slow = pool.submit(reader.parts, large)
+            while not reader._large:
+                time.sleep(0.01)
+            assert pool.submit(reader.parts, small).result(20)
+        assert slow.result(60)
 
 
 READER = """

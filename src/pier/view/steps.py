@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from pier.errors import PierError
 from pier.job.view import TrialView
 from pier.record import About
 from pier.record.reader import RecordingTooLarge
@@ -75,20 +76,22 @@ class StepReader:
         name = hashlib.sha256(str(recording).encode()).hexdigest()[:16]
         target = self.index.path.parent / f"derived-{name}" / "trajectory.json"
         about = About(view.agent, None, view.model, view.name)
-        with self._lock:
+        if recording not in self._large:
             try:
-                if recording in self._large:
-                    return self._derive_large(recording, target, about, is_running=view.state == "running")
-                derivation = self._derivations.pop(recording, None) or Derivation(recording, target, about, SMALL)
-                found = derivation.update(durable=False)
+                with self._lock:
+                    return self._derive_small(recording, target, about)
             except RecordingTooLarge:
                 self._large[recording] = ""
-                return self._derive_large(recording, target, about, is_running=view.state == "running")
             except (OSError, TreeError, ValueError, KeyError, TypeError, RecursionError):
                 return target if target.is_file() else None
-            self._derivations[recording] = derivation
-            while len(self._derivations) > _DERIVATIONS:
-                self._derivations.pop(next(iter(self._derivations)))
+        return self._derive_large(recording, target, about, is_running=view.state == "running")
+
+    def _derive_small(self, recording: Path, target: Path, about: About) -> Path | None:
+        derivation = self._derivations.pop(recording, None) or Derivation(recording, target, about, SMALL)
+        found = derivation.update(durable=False)
+        self._derivations[recording] = derivation
+        while len(self._derivations) > _DERIVATIONS:
+            self._derivations.pop(next(iter(self._derivations)))
         return found.path
 
     def _derive_large(self, recording: Path, target: Path, about: About, *, is_running: bool) -> Path | None:
@@ -97,7 +100,7 @@ class StepReader:
             return None
         if self._large[recording] != (stamp := file_stamp(recording)):
             self._large[recording] = stamp
-            with suppress(OSError, ValueError, MemoryError):
+            with suppress(OSError, ValueError, MemoryError, PierError):
                 call_bounded(write_trajectory, recording, target, about, durable=False)
         return target if target.is_file() else None
 
