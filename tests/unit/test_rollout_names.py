@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 import pier.rollout as vf
+from pier.gateway.budget import Budget
+from pier.rollout.rollouts import agent_on
 from pier.rollout.state import TurnLog, as_messages
 from pier.trajectory.lineage import Generation, Node
+from pier.trial.config import AgentConfig, BudgetConfig
 from pier.wire.turn import Message, Request, Text, Tokens, Turn
 
 
@@ -193,3 +196,9 @@ async def test_a_rubric_that_raises_ends_no_other_group() -> None:
     first, second = (await env.evaluate(lambda _: "", "tiny"))["outputs"]
     assert (first["reward"], second["reward"]) == (None, 1.0)
     assert first["error"]["message"] == "the rubric failed: KeyError: 'answer'"
+
+
+def test_a_budget_for_rollouts_adds_to_the_limits_of_the_agent() -> None:
+    agent = AgentConfig(name="command", budget=BudgetConfig(turns=3, total_tokens=9))
+    found = agent_on("openai/m", agent, None, Budget(total_tokens=100)).budget
+    assert (found.turns, found.total_tokens) == (3, 100)

@@ -439,14 +439,15 @@ class Rollouts:
 def agent_on(
     policy: Upstream, agent: str | AgentConfig, sampling: Sampling | None, budget: Budget | None
 ) -> AgentConfig:
-    """The settings of an agent whose model is `policy`."""
+    """The settings of an agent whose model is `policy`. Its limits that `budget` does not name stay."""
     settings = AgentConfig(name=agent) if isinstance(agent, str) else agent
     model = policy if isinstance(policy, str) else settings.model_name or POLICY
     update: dict[str, Any] = {"model_name": model}
     if sampling is not None:
         update["sampling"] = sampling.given()
     if budget is not None:
-        update["budget"] = BudgetConfig(**asdict(budget))
+        given = {name: limit for name, limit in asdict(budget).items() if limit is not None}
+        update["budget"] = BudgetConfig(**settings.budget.model_dump() | given)
     return settings.model_copy(update=update)
 
 
