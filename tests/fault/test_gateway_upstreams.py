@@ -355,6 +355,30 @@ async def test_sessions_that_are_over_do_not_count_as_users_of_a_provider(tmp_pa
         assert limiter.closed_for("three") > 0
 
 
+async def test_a_call_that_is_held_back_when_its_turn_comes_says_so(tmp_path: Path) -> None:
+    """Else its agent, whose time runs out meanwhile, would be blamed."""
+    go_on = asyncio.Event()
+
+    async def limit(request: Any, raw: bytes) -> Any:
+        await go_on.wait()
+        return await replies(429, b'{"error": {"message": "later"}}', {"Retry-After": "60"})(request, raw)
+
+    async with fake_provider(limit) as fake, Gateway(retry=Retry()) as gateway:
+        url, provider = await gateway.serve(), fake.provider("chat", concurrency=1)
+        session = gateway.session("m", upstream=provider, recording=tmp_path / "calls.jsonl")
+        asking = [asyncio.create_task(post(url, PATHS["chat"], session.key, request_body("chat"))) for _ in range(2)]
+        while session.counts.most < 2:
+            await asyncio.sleep(0.01)
+        go_on.set()
+        while not gateway.upstreams.limiter(provider).closed_for(session.recorder):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        await session.close()
+        await asyncio.gather(*asking, return_exceptions=True)
+    calls = reader.read(tmp_path).generations()
+    assert [(call.outcome, call.fault) for call in calls] == [("cancelled", "rate_limit")] * 2
+
+
 async def test_a_call_that_waited_long_for_its_turn_is_still_retried(tmp_path: Path) -> None:
     """Only what the provider makes it wait counts."""
     go_on = asyncio.Event()

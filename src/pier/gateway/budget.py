@@ -16,7 +16,7 @@ import asyncio
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -284,6 +284,10 @@ _RECENT = 300.0
 """Seconds for which a session counts as one that uses a provider."""
 
 
+def _ignore() -> None:
+    """Report no pause."""
+
+
 class Limiter:
     """The shared gate in front of one provider. A pause that the provider asks for holds the session that it answered,
     and all others once most of the sessions that use it were answered so: one of them may have caused it by itself."""
@@ -316,9 +320,10 @@ class Limiter:
         """The provider asked a session for a pause."""
         self._pauses[session] = max(self._pauses.get(session, 0.0), time.monotonic() + seconds)
 
-    async def acquire(self, session: Hashable) -> float:
+    async def acquire(self, session: Hashable, on_hold: Callable[[], None] = _ignore) -> float:
         """Wait until a request of the session may be sent, and take one of those that may run at the same time. The
-        seconds that were spent on limits of this gateway, not on pauses that the provider asked for."""
+        seconds that were spent on limits of this gateway, not on pauses that the provider asked for: `on_hold` is
+        called when one of these begins."""
         queued = 0.0
         now = self._recent[session] = time.monotonic()
         self._recent.move_to_end(session)
@@ -326,6 +331,7 @@ class Limiter:
             self._recent.popitem(last=False)
         while True:
             while (left := self.closed_for(session)) > 0:
+                on_hold()
                 await pause(left)
             since = time.monotonic()
             if self._slots and self._slots.locked():

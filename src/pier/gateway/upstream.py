@@ -133,9 +133,7 @@ class Upstreams:
         began, attempt, stale = time.monotonic(), 0, False
         while True:
             attempt += not stale
-            if limiter.closed_for(session) > 0:
-                record.held("rate_limit")
-            began += await limiter.acquire(session)
+            began += await limiter.acquire(session, lambda: record.held("rate_limit"))
             try:
                 found = await self._try(out, record, attempt, began)
             except BaseException:
