@@ -269,8 +269,8 @@ class StreamRedactor:
     """Removes secrets from bytes that come in pieces. Of the end, as much is held back as a secret may begin in.
 
     With `lines`, each line with a JSON object in it (as server-sent events and logs of agents have) is read: texts at
-    the same place of following lines, at most a mebibyte apart, are one text that may hold a secret. A line in which
-    something was removed loses its token ids and log-probs as well, since these spell the same text; with
+    the same place of following lines, at most half a mebibyte apart, are one text that may hold a secret. A line in
+    which something was removed loses its token ids and log-probs as well, since these spell the same text; with
     `drop_tokens`, every line does.
     """
 
@@ -342,7 +342,7 @@ class StreamRedactor:
         for line in whole:
             self._take(line)
         self._waits += sum(map(len, whole))
-        if self._waits > _CHUNK + _CHUNK // 4:
+        if self._waits > _CHUNK:
             self._give_up()
         waits = (place for place, line in enumerate(self._waiting) if line.waits)
         ready = next(waits, len(self._waiting)) if self._open else len(self._waiting)
@@ -352,11 +352,11 @@ class StreamRedactor:
         return out
 
     def _give_up(self) -> None:
-        """Join no more texts that begin in a line that is more than a mebibyte back."""
+        """Join no more texts that begin in a line that is more than half a mebibyte back."""
         after, late = self._waits, set[int]()
         for line in self._waiting:
             after -= len(line.raw)
-            if after <= _CHUNK:
+            if after <= _CHUNK // 2:
                 break
             late.add(id(line))
         for place, pieces in list(self._open.items()) if late else ():
