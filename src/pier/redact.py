@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pier.secret import is_never_secret, looks_random
-from pier.secret_forms import WRAPPED_LEAST, Secret, compile_secret, forms_of
+from pier.secret import WRAPPED_LEAST, Secret, compile_secret, forms_of, is_never_secret, looks_random
 from pier.tree import Entry, Tree
 
 REDACTED = "[REDACTED]"

@@ -284,15 +284,13 @@ def test_state_is_kept_of_main_alone_and_never_beside_services(docker: Engine, t
         compose_task(tmp_path / name / "task", text, solve=solve, test=test)
         run = ["run", "-p", name, "--env", "docker", "--keep-state", "--job-name", name]
         pier(*run, cwd=tmp_path)
-    pier("job", "regrade", "jobs/alone", cwd=tmp_path)
-    assert rewards_of(tmp_path / "jobs" / "alone-regrade") == [1]
+    for name in ("alone", "poor"):  # the latter has no tar of GNU on its path
+        pier("job", "regrade", f"jobs/{name}", cwd=tmp_path)
+        assert rewards_of(tmp_path / "jobs" / f"{name}-regrade") == [1]
     refused = pier("job", "regrade", "jobs/beside", cwd=tmp_path, code=2).stderr
     assert "tasks with several services keep none: task" in " ".join(refused.split())
     (trial,) = trials_of(tmp_path / "jobs" / "beside")
     assert "no state is kept" in (trial / "trial.log").read_text() and not (trial / "state").exists()
-    (trial,) = trials_of(tmp_path / "jobs" / "poor")
-    assert "the state could not be kept: tar: unrecognized option" in (trial / "trial.log").read_text()
-    pier("job", "regrade", "jobs/poor", cwd=tmp_path, code=2)
 
 
 SHARED = """\

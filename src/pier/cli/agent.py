@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from pier.cli.output import JSON, echo
+from pier.cli.main import JSON, echo
 from pier.sizes import columns
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from pier.cli.output import JSON, echo
+from pier.cli.main import JSON, echo
 from pier.cli.run import JOBS_DIR, HarborCommand, JobPath, LimitsCommand, given_settings, run
 
 _JOB_PATH = "pier.job_path"

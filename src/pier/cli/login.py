@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pier.cli.output import JSON, echo
+from pier.cli.main import JSON, echo
 
 if TYPE_CHECKING:
     from pier.gateway.login import LoginStatus

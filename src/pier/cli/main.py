@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import re
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -256,8 +257,6 @@ def main(args: Sequence[str] | None = None) -> None:
 class _Terminal(io.TextIOWrapper):
     def write(self, text: str, /) -> int:
         if not text.isprintable() and text != "\n":
-            from pier.cli.output import shown
-
             text = shown(text)
         return super().write(text)
 
@@ -270,3 +269,24 @@ def guard_terminals() -> None:
         if type(stream) is io.TextIOWrapper and stream.isatty():
             stream.flush()
             setattr(sys, name, _Terminal(stream.buffer, stream.encoding, stream.errors, line_buffering=True))
+
+
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+
+_CONTROL = re.compile(
+    r"\x1b\[[0-9;]*m|\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
+
+
+def echo(value: Any, as_json: bool, lines: Iterable[str]) -> None:
+    """Print a value as JSON, or the lines that say the same to people."""
+    import json
+
+    text = json.dumps(value, indent=2, default=str) if as_json else "\n".join(lines)
+    if text:
+        click.echo(text)
+
+
+def shown(text: str) -> str:
+    """Text of a task or an agent without what would move the cursor; colours stay."""
+    return _CONTROL.sub(lambda found: found[0] if re.fullmatch(r"\x1b\[[0-9;]*m", found[0]) else "", text)

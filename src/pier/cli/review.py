@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pier.cli.output import JSON, echo
+from pier.cli.main import JSON, echo
 from pier.cli.run import COMMON, JOBS_DIR, JobPath, SettingOption, SettingsCommand, given_settings, grouped_option
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pier.cli.output import JSON, echo
+from pier.cli.main import JSON, echo
 from pier.sizes import columns, parse_size
 
 if TYPE_CHECKING:

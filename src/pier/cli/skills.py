@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pier.cli.output import JSON, echo
+from pier.cli.main import JSON, echo
 from pier.sizes import columns
 
 _directory = click.Path(file_okay=False, path_type=Path)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pier.cli.output import JSON
+from pier.cli.main import JSON
 
 if TYPE_CHECKING:
     from pier.task import Task

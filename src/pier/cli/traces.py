@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pier.cli.output import JSON, echo
+from pier.cli.main import JSON, echo
 from pier.cli.trajectory import print_trajectory
 from pier.sizes import columns
 

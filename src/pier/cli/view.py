@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pier.cli.output import echo
+from pier.cli.main import echo
 from pier.cli.run import JobPath
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pier.cli.output import JSON, echo, shown
+from pier.cli.main import JSON, echo, shown
 from pier.errors import UsageError
 from pier.sizes import columns
 

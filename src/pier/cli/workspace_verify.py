@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from pier.cli.output import shown
+from pier.cli.main import shown
 from pier.workspace.client import PIER, WorkspacePlace, call
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from pier.wire.body import parse
 from pier.wire.contract import Dialect
 from pier.wire.dialects import BadResponse
 from pier.wire.faults import classify
-from pier.wire.headers import plain_headers
-from pier.wire.relayed import AnswerWatch, Extras, ask, restore_arguments
+from pier.wire.relayed import AnswerWatch, Extras, ask, plain_headers, restore_arguments
 from pier.wire.sse import Framer, MalformedAnswer
 from pier.wire.translate import Translation, translate
 from pier.wire.turn import (

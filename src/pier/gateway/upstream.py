@@ -27,7 +27,7 @@ from pier.record.writer import CallRecord, Recorder
 from pier.wire.body import Body, parse
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Fault, classify, error_in
-from pier.wire.headers import plain_headers
+from pier.wire.relayed import plain_headers
 from pier.wire.sse import Framer, MalformedAnswer, data_of, events_of
 from pier.wire.turn import DialectName, ErrorKind
 from pier.wire.values import dump, kind_of_status, load

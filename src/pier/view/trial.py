@@ -24,7 +24,6 @@ from pier.trajectory.paged import PagedTrajectory
 from pier.tree import Tree, TreeError
 from pier.trial.bounded import read_back_now
 from pier.trial.diff import CHANGES
-from pier.view.calls import read_calls
 from pier.view.cards import diff_files, edits_of, loose_subs, mark_side_calls, step_card, sub_agents
 from pier.view.files import (
     JSON_LIMIT,
@@ -40,7 +39,7 @@ from pier.view.files import (
 from pier.view.index import Index
 from pier.view.library import NotFoundError
 from pier.view.notes import read_notes
-from pier.view.steps import StepReader, TrajectoryPart, step_name
+from pier.view.steps import StepReader, TrajectoryPart, read_calls, step_name
 
 PAGE_STEPS, PAGE_BYTES = 50, 3 << 20
 _DIFF_BYTES = 2_500_000

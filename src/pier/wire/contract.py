@@ -16,8 +16,15 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from pier.wire.turn import DialectName, Edit, ErrorKind, Json, Request, Sampling, Tool, Turn, Usage
-from pier.wire.typed import type_error_in
-from pier.wire.values import PARSE_ERRORS, BadRequest, BadResponse, error_text, kind_of_status, write_sampling
+from pier.wire.values import (
+    PARSE_ERRORS,
+    BadRequest,
+    BadResponse,
+    error_text,
+    kind_of_status,
+    type_error_in,
+    write_sampling,
+)
 
 if TYPE_CHECKING:
     from pier.wire.sse import EventParser, EventRenderer

@@ -1,4 +1,9 @@
-"""A call that is relayed in its own dialect: its answer is watched without being touched, and asked for more.
+"""A call that is relayed in its own dialect: which of its headers and parameters reach the provider, and an answer that
+is watched without being touched, and asked for more.
+
+An agent chooses headers and parameters, and a server in front of a provider may refuse any of them with the status of
+an outage. So only those pass that clients are known to send: the usual ones, and those that their dialect names.
+`plain_headers` are what a request has that owes nothing to an agent.
 
 `AnswerWatch` knows the usage of an answer, its proper end and its failure. `ask` adds to a request what the agent did
 not ask for (token ids, log-probs, usage), and `Extras` takes it out of the answer again: the recording keeps what the
@@ -8,13 +13,14 @@ as vLLM give token ids.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from json.decoder import JSONDecoder
 from typing import Any
 
 from pier.wire.body import Body
-from pier.wire.contract import AnswerProgress
+from pier.wire.contract import AnswerProgress, Dialect, name_pattern
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Failure, classify, error_in
 from pier.wire.sse import MalformedAnswer, data_of, events_of
@@ -178,3 +184,52 @@ def restore_arguments(body: Body, memory: Memory) -> Body:
         for message in messages
     ]
     return body.with_fields(messages=known) if known != messages else body
+
+
+HOP_BY_HOP = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
+        *("te", "trailer", "transfer-encoding", "upgrade"),
+    }
+)
+_REPLACED = HOP_BY_HOP | {
+    *("host", "content-length", "content-encoding", "content-type", "accept-encoding", "expect"),
+    *("authorization", "x-api-key", "x-goog-api-key", "api-key"),
+}
+"""What pier sets itself in every request."""
+_USUAL = name_pattern("accept user-agent idempotency-key x-request-id x-client-request-id x-session-id x-stainless-*")
+_VALUE = re.compile(r"[\x21-\x7e]([\x20-\x7e]{0,4094}[\x21-\x7e])?")
+_MOST = 16 * 1024
+"""Characters of all headers that pass; servers take at least as many."""
+
+
+def plain_headers(dialect: Dialect) -> dict[str, str]:
+    """What pier itself sends with every request."""
+    return {"Content-Type": "application/json", "User-Agent": "pier", **dialect.headers}
+
+
+def passed_headers(dialect: Dialect, headers: Iterable[tuple[str, str]]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The headers for a provider, and the names of those that were dropped. One that comes several times is joined."""
+    found: dict[str, tuple[str, str]] = {}
+    dropped: set[str] = set()
+    size = 0
+    for written, value in headers:
+        name = written.lower()
+        if name in _REPLACED:
+            continue
+        first, before = found.get(name, (written, ""))
+        joined = f"{before}, {value}" if before else value
+        size += len(name) + len(value)
+        is_known = _USUAL.fullmatch(name) or dialect.is_client_header(name)
+        if name not in dropped and is_known and _VALUE.fullmatch(joined) and size <= _MOST:
+            found[name] = first, joined
+        else:
+            dropped.add(name)
+            found.pop(name, None)
+    own = {name: value for name, value in plain_headers(dialect).items() if name.lower() not in found}
+    return own | dict(found.values()), tuple(sorted(dropped))
+
+
+def passed_query(dialect: Dialect, query: str) -> str:
+    """The parameters for a provider."""
+    return "&".join(part for part in query.split("&") if dialect.client_query.fullmatch(part))

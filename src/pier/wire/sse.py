@@ -31,8 +31,7 @@ from pier.wire.turn import (
     TurnStart,
     Usage,
 )
-from pier.wire.typed import type_error_in
-from pier.wire.values import PARSE_ERRORS, BadRequest, BadResponse, dump
+from pier.wire.values import PARSE_ERRORS, BadRequest, BadResponse, dump, type_error_in
 
 MAX_EVENT = 64 * 1024 * 1024
 SSE = "text/event-stream"
