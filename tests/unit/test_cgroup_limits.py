@@ -85,10 +85,19 @@ def test_cpu_limit_is_written(made: list[ControlGroup]) -> None:
     assert any(path.exists() and path.read_text().split()[0] == "50000" for path in texts)
 
 
+def start_family(group: ControlGroup) -> subprocess.Popen[bytes]:
+    """A process in the group that then starts two more, one of them in a session of its own."""
+    child = subprocess.Popen(["/bin/sh", "-c", "read go; sleep 300 & setsid sleep 300 & wait"], stdin=subprocess.PIPE)
+    join(group, child.pid)
+    assert child.stdin is not None
+    child.stdin.write(b"go\n")
+    child.stdin.close()
+    return child
+
+
 def test_kill_and_remove_end_all_members(made: list[ControlGroup]) -> None:
     group = make(made, processes=50)
-    child = subprocess.Popen(["/bin/sh", "-c", "sleep 300 & setsid sleep 300 & wait"])
-    join(group, child.pid)
+    child = start_family(group)
     assert child.pid in group.members()
     assert group.remove(60)
     assert child.wait(60) == -9
@@ -146,9 +155,8 @@ def test_a_real_v2_group_holds_kills_and_goes() -> None:
     path = places[0] / f"pier-test-{secrets.token_hex(4)}"
     path.mkdir()
     group = ControlGroup((str(path),))
-    child = subprocess.Popen(["/bin/sh", "-c", "sleep 300 & setsid sleep 300 & wait"])
+    child = start_family(group)
     try:
-        join(group, child.pid)
         assert child.pid in group.members()
     finally:
         assert group.remove(60)
