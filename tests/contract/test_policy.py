@@ -179,6 +179,24 @@ async def test_a_policy_that_breaks_its_word_is_a_providers_fault(turn: Any, sai
     assert [(each.outcome, each.fault) for each in builder.generations] == [("error", "provider")]
 
 
+async def test_a_policy_may_go_on_appending_to_the_list_that_it_gave() -> None:
+    ids, builder = [1, 2], SampleBuilder()
+
+    async def policy(request: Request) -> Turn:
+        sampled = 100 + len(ids)
+        asyncio.get_running_loop().call_soon(ids.append, sampled)
+        return with_tokens(ids, (sampled,), [-0.5])
+
+    async with Gateway() as gateway:
+        session = gateway.session("m", upstream=policy, on_generation=builder.add)
+        url = await gateway.serve()
+        for _ in range(2):
+            assert (await ask(url, session.key))[0] == 200
+    (sample,) = samples = builder.samples()[0]
+    assert sample.input_ids == (1, 2, 102, 103) and sample.trained == 1  # the same request twice: a retry
+    assert list(broken_promises(samples)) == []
+
+
 async def test_a_policy_that_gives_something_else_or_nothing() -> None:
     async def number(request: Request) -> Any:
         return 7

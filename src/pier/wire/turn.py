@@ -227,6 +227,11 @@ class Tokens:
     weights: str | None = None
     """The version of the weights that sampled them, where the upstream reports it."""
 
+    def __post_init__(self) -> None:
+        for name in ("prompt_ids", "completion_ids", "logprobs"):  # a policy may go on appending to its own list
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
