@@ -221,9 +221,12 @@ def _progress(outputs: list[Any], new: list[Any], metadata: dict[str, Any]) -> N
 
 
 def _show(results: dict[str, Any], flags: dict[str, Any]) -> None:
+    from pier.trajectory.model import whole_characters
+
     metadata = {**results["metadata"], "path_to_save": str(results["metadata"]["path_to_save"])}
     if flags["as_json"]:
-        click.echo(json.dumps({**results, "metadata": metadata}, indent=2, ensure_ascii=False, default=str))
+        found = json.dumps({**results, "metadata": metadata}, indent=2, ensure_ascii=False, default=str)
+        click.echo(whole_characters(found))
         return
     rows = results["outputs"]
     click.echo(f"{'environment':20} {metadata['env_id']}, model {metadata['model']}")

@@ -24,9 +24,12 @@ from pier.figures import mean, means, pass_all_k, pass_at_k
 from pier.rollout.export import rows_of, sink_for
 from pier.rollout.samples import SampleOrigin
 from pier.rollout.state import RolloutTiming, State, error_data, is_fault
+from pier.trajectory.model import whole_characters
 
 Output = dict[str, Any]
 _RESULTS, _METADATA = "results.jsonl", "metadata.json"
+_SAME = ("env_id", "env_args", "model", "rollouts_per_example", "sampling_args", "shuffle", "shuffle_seed")
+"""What a run that goes on from an earlier one must have in common with it."""
 
 
 def default_path(env_id: str, model: str) -> Path:
@@ -95,7 +98,7 @@ def _usage(state: State) -> dict[str, float] | None:
 
 def _plain(value: Any, name: str) -> Any:
     try:
-        return json.loads(json.dumps(value, default=_as_json))
+        return json.loads(whole_characters(json.dumps(value, default=_as_json, ensure_ascii=False)))
     except (TypeError, ValueError) as error:
         raise UsageError(f"invalid value {name!r} for state_columns: it cannot be written as JSON ({error})") from None
 
@@ -143,7 +146,7 @@ class Results:
         """Take the rows of an earlier run in `path`, at most as many of each example as are wanted. `UsageError` if
         that run was of something else."""
         saved = _read_metadata(self.path)
-        wanted = {name: getattr(self.header, name) for name in ("env_id", "model", "rollouts_per_example", "shuffle")}
+        wanted = {name: _plain(getattr(self.header, name), name) for name in _SAME}
         differs = [name for name, value in wanted.items() if saved.get(name, value) != value]
         if differs or saved.get("num_examples", 0) > self.header.num_examples:
             what = ", ".join(f"{name} was {saved.get(name)!r}" for name in differs or ["num_examples"])

@@ -3,7 +3,8 @@
 A rollout function may name `prompt`, `completion`, `answer`, `state`, `info`, `task`, any column of its row, and what
 `add_class_object` put there. A group function names `states`, `prompts`, `completions`, `answers`, `tasks` or `infos`,
 or says that it returns a list, and scores all rollouts of one example at once. A rollout with a fault of infrastructure
-or provider is not scored: its reward is None, which is not 0. Neither is one whose reward function raised.
+or provider is not scored: its reward is None, which is not 0. Neither is one whose reward function raised or
+gave no finite number.
 
 Methods of an environment or rubric that are marked with `@stop`, `@cleanup` or `@teardown` are called at that moment,
 with the arguments that they name; those with a higher `priority` come first.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from types import FunctionType
@@ -190,7 +192,7 @@ class Rubric:
         if not is_group(func):
             return list(zip(states, await asyncio.gather(*(_score(func, s, objects) for s in states)), strict=True))
         try:
-            found = [float(value) for value in await call_named(func, {**group_objects(states), **objects})]
+            found = [_number(value) for value in await call_named(func, {**group_objects(states), **objects})]
             if len(found) != len(states):
                 raise ValueError(f"{len(found)} scores for {len(states)} rollouts")
         except Exception as error:  # noqa: BLE001 - the user's own code; the rollouts report it
@@ -213,9 +215,16 @@ def _add(state: State, name: str, score: float | Exception, weight: float) -> No
 
 async def _score(func: RewardFunc, state: State, objects: Mapping[str, Any]) -> float | Exception:
     try:
-        return float(await call_named(func, {**objects_of(state), **objects}))
+        return _number(await call_named(func, {**objects_of(state), **objects}))
     except Exception as error:  # noqa: BLE001 - the user's own code; the rollout reports it
         return error
+
+
+def _number(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"expected a finite number, got {number}")
+    return number
 
 
 def name_of(func: RewardFunc) -> str:

@@ -1,0 +1,76 @@
+"""Scores and saved results of an environment that needs no sandbox."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pier.rollout as vf
+from pier.errors import UsageError
+
+CLIENT = vf.ClientConfig(api_base_url="http://127.0.0.1:9/v1")
+
+
+class Still(vf.Environment):
+    said = "done"
+
+    async def rollout(self, input: dict[str, Any], client: Any, model: str, sampling_args: Any = None) -> vf.State:
+        state = await self.init_state(input, client, model, sampling_args)
+        state["completion"], state["is_completed"] = [vf.AssistantMessage(content=self.said)], True
+        return state
+
+
+def evaluate(*funcs: Any, weights: list[float] | None = None, said: str = "done", **options: Any) -> dict[str, Any]:
+    rows = [{"question": str(number)} for number in range(9)]
+    env = Still(dataset=rows, rubric=vf.Rubric(funcs=funcs, weights=weights), said=said)
+    return env.evaluate_sync(CLIENT, "tiny", **{"num_examples": 2, **options})
+
+
+def one() -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf, "nan"])
+def test_a_score_that_is_not_finite_is_a_failure_of_its_function(score: Any) -> None:
+    def alone() -> Any:
+        return score
+
+    def of_group(states: list[vf.State]) -> Any:
+        return [score, 1.0]
+
+    for func in (alone, of_group):
+        results = evaluate(one, func, rollouts_per_example=2)
+        assert [row["reward"] for row in results["outputs"]] == [None] * 4
+        assert "expected a finite number" in results["outputs"][0]["error"]["message"]
+        results = evaluate(one, func, weights=[1.0, 0.0], rollouts_per_example=2)
+        assert [row["reward"] for row in results["outputs"]] == [1.0] * 4
+        assert results["outputs"][0]["metrics"] == {"one": 1.0, func.__name__: None}
+        assert results["metadata"]["avg_metrics"] == {"one": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({"sampling_args": {"temperature": 0.5}}, {}, "sampling_args was {'temperature': 0.5}"),
+        ({"shuffle": True}, {"shuffle": True, "shuffle_seed": 1}, "shuffle_seed was 0"),
+    ],
+)
+def test_results_of_other_settings_are_not_mixed(
+    first: dict[str, Any], second: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    saved = {"save_results": True, "results_path": tmp_path}
+    evaluate(one, **first, **saved)
+    assert len(evaluate(one, **first, **saved)["outputs"]) == 2
+    with pytest.raises(UsageError, match="cannot resume") as refused:
+        evaluate(one, **second, **saved)
+    assert said in refused.value.message
+
+
+def test_half_a_character_of_a_model_is_saved(tmp_path: Path) -> None:
+    evaluate(one, said="a\ud83d\ude00 b\ud83d", save_results=True, results_path=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["completion"][0]["content"] for row in rows] == ["a\U0001f600 b\ufffd"] * 2
