@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from pathlib import Path
@@ -22,6 +23,11 @@ class Still(vf.Environment):
         state = await self.init_state(input, client, model, sampling_args)
         state["completion"], state["is_completed"] = [vf.AssistantMessage(content=self.said)], True
         return state
+
+
+class Cancelled(vf.MultiTurnEnv):
+    async def setup_state(self, state: vf.State) -> vf.State:
+        raise asyncio.CancelledError if state["example_id"] == 0 else RuntimeError("no room")
 
 
 def evaluate(*funcs: Any, weights: list[float] | None = None, said: str = "done", **options: Any) -> dict[str, Any]:
@@ -74,3 +80,34 @@ def test_half_a_character_of_a_model_is_saved(tmp_path: Path) -> None:
     evaluate(one, said="a\ud83d\ude00 b\ud83d", save_results=True, results_path=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["completion"][0]["content"] for row in rows] == ["a\U0001f600 b\ufffd"] * 2
+
+
+def test_two_runs_do_not_save_to_one_directory(tmp_path: Path) -> None:
+    def nested() -> float:
+        with pytest.raises(UsageError, match="another run does"):
+            evaluate(one, save_results=True, results_path=tmp_path)
+        return 1.0
+
+    assert evaluate(nested, num_examples=1, save_results=True, results_path=tmp_path)["metadata"]["avg_reward"] == 1.0
+    assert len(evaluate(nested, num_examples=1, save_results=True, results_path=tmp_path)["outputs"]) == 1
+
+
+def test_code_that_awaited_what_was_cancelled_fails_its_rollout_alone() -> None:
+    def cancelled(state: vf.State) -> float:
+        if state["example_id"] == 0:
+            raise asyncio.CancelledError
+        return 1.0
+
+    rows = evaluate(cancelled)["outputs"]
+    assert [row["reward"] for row in rows] == [None, 1.0] and "was cancelled" in rows[0]["error"]["message"]
+    rows = Cancelled(dataset=[{"question": "a"}, {"question": "b"}]).evaluate_sync(CLIENT, "tiny")["outputs"]
+    assert [row["reward"] for row in rows] == [None, None]
+    assert ["CancelledError" in row["error"]["message"] for row in rows] == [True, False]
+
+
+def test_an_error_that_a_hook_set_as_a_text_is_reported() -> None:
+    def failed(state: vf.State) -> float:
+        state["error"] = "no luck"
+        return 0.0
+
+    assert evaluate(failed)["outputs"][0]["error"]["message"] == "no luck"

@@ -25,7 +25,7 @@ from pier.errors import PierError, UsageError, VerifierError
 from pier.rollout.client import ModelSource, sources_of
 from pier.rollout.dataset import RolloutDataset, Row, as_dataset, with_prompts
 from pier.rollout.results import Output, Results, ResultsHeader, default_path, output_of
-from pier.rollout.rubric import Parser, Rubric, RubricGroup, call_named, marked, stop
+from pier.rollout.rubric import Parser, Rubric, RubricGroup, call_named, is_cancelled, marked, stop
 from pier.rollout.state import (
     RolloutTiming,
     SandboxNotReadyError,
@@ -311,31 +311,32 @@ class RolloutEnvironment(ABC):
             shuffle_seed=shuffle_seed,
         )
         results = Results(header, Path(results_path) if results_path else default_path(self.env_id, model))
-        left = _left(rows, results.load()) if save_results and results_path and results.can_resume else rows
-        if save_results:
-            await asyncio.to_thread(results.start)
-            (on_log or self.logger.info)(f"saving {len(left)} of {len(rows)} rollouts to {results.path}")
-        if on_start is not None:
-            on_start(rows, left)
-        plan = RolloutPlan(
-            source=sources[0],
-            model=model,
-            sampling_args=sampling,
-            gate=asyncio.Semaphore(max_concurrent) if max_concurrent > 0 else nullcontext(),
-            retries=max_retries,
-            independent=independent_scoring,
-            columns=tuple(header.state_columns),
-            on_state=on_state,
-        )
-        notified = on_progress if isinstance(on_progress, list) else [on_progress] if on_progress else []
-        async with self.running(), aclosing(self._groups(left, plan, sources)) as groups:
-            async for new in groups:
-                results.outputs += new
-                if save_results:
-                    await asyncio.to_thread(results.save, new)
-                for notify in notified:
-                    notify(results.outputs, new, results.metadata())
-        return results.as_dict()
+        with results.owned() if save_results else nullcontext():
+            left = _left(rows, results.load()) if save_results and results_path and results.can_resume else rows
+            if save_results:
+                await asyncio.to_thread(results.start)
+                (on_log or self.logger.info)(f"saving {len(left)} of {len(rows)} rollouts to {results.path}")
+            if on_start is not None:
+                on_start(rows, left)
+            plan = RolloutPlan(
+                source=sources[0],
+                model=model,
+                sampling_args=sampling,
+                gate=asyncio.Semaphore(max_concurrent) if max_concurrent > 0 else nullcontext(),
+                retries=max_retries,
+                independent=independent_scoring,
+                columns=tuple(header.state_columns),
+                on_state=on_state,
+            )
+            notified = on_progress if isinstance(on_progress, list) else [on_progress] if on_progress else []
+            async with self.running(), aclosing(self._groups(left, plan, sources)) as groups:
+                async for new in groups:
+                    results.outputs += new
+                    if save_results:
+                        await asyncio.to_thread(results.save, new)
+                    for notify in notified:
+                        notify(results.outputs, new, results.metadata())
+            return results.as_dict()
 
     async def _groups(
         self, rows: list[Row], plan: RolloutPlan, sources: list[ModelSource]
@@ -524,13 +525,13 @@ class MultiTurnEnv(RolloutEnvironment):
                 await self._within_time(state)
             except PierError as error:
                 state["error"] = state.get("error") or error
-            except Exception as error:  # noqa: BLE001 - hooks are the user's; the rollout reports what they raise
+            except (Exception, asyncio.CancelledError) as error:  # of the user's hooks
+                if is_cancelled(error):
+                    await asyncio.shield(self._end(state))
+                    raise
                 failed = PierError(f"the rollout failed: {type(error).__name__}: {error}", code="rollout", blame="user")
                 failed.__cause__ = error
                 state["error"] = state.get("error") or failed
-            except asyncio.CancelledError:
-                await asyncio.shield(self._end(state))
-                raise
             await asyncio.shield(self._end(state))
         return state
 

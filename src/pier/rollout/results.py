@@ -12,15 +12,16 @@ import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from pier import __version__, files
-from pier.errors import UsageError
+from pier.errors import JobError, UsageError
 from pier.figures import mean, means, pass_all_k, pass_at_k
+from pier.job.ledger import owning
 from pier.rollout.export import rows_of, sink_for
 from pier.rollout.samples import SampleOrigin
 from pier.rollout.state import RolloutTiming, State, error_data, is_fault
@@ -163,8 +164,19 @@ class Results:
     def can_resume(self) -> bool:
         return (self.path / _RESULTS).is_file() and (self.path / _METADATA).is_file()
 
-    def start(self) -> None:
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Be the only run that writes to the directory; `UsageError` if there is another."""
         self.path.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(owning(self.path))
+            except JobError as error:
+                said = f"cannot save to {self.path}: another run does"
+                raise UsageError(said, hint="wait for its end, or use another directory") from error
+            yield
+
+    def start(self) -> None:
         (self.path / _RESULTS).touch()
         self.save_metadata()
 

@@ -218,6 +218,10 @@ async def _score(func: RewardFunc, state: State, objects: Mapping[str, Any]) -> 
         return _number(await call_named(func, {**objects_of(state), **objects}))
     except Exception as error:  # noqa: BLE001 - the user's own code; the rollout reports it
         return error
+    except asyncio.CancelledError as error:
+        if is_cancelled(error):
+            raise
+        return RuntimeError("it was cancelled")
 
 
 def _number(value: Any) -> float:
@@ -225,6 +229,12 @@ def _number(value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"expected a finite number, got {number}")
     return number
+
+
+def is_cancelled(error: BaseException) -> bool:
+    """Whether an error is the cancellation of this task, and not that of another one which the user's code awaited."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def name_of(func: RewardFunc) -> str:

@@ -317,7 +317,7 @@ def error_data(error: BaseException) -> dict[str, Any]:
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
         chain.append(cause)
-        cause = cause.__cause__
+        cause = getattr(cause, "__cause__", None)  # a hook may set the state's error to a text
     return {
         "error": type(error).__name__,
         "message": str(error) or type(error).__name__,
