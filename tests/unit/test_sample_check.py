@@ -83,6 +83,18 @@ def tampered(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "prompt": {"prompt_length": row["prompt_length"] + 1},
         "calls": {"calls": [99, *row["calls"][1:]]},
         "fault": {"fault": "provider", "trainable": True},
+        "nothing trained": {
+            "loss_mask": [0] * len(mask),
+            "logprobs": [None] * len(mask),
+            "spans": [{**span, "trained": False} for span in row["spans"]],
+        },
+        "no calls": {
+            "trainable": False,
+            "calls": [],
+            "spans": [],
+            "loss_mask": [0] * len(mask),
+            "logprobs": [None] * len(mask),
+        },
         "no reward": {"reward": None, "trainable": True},
     }
 

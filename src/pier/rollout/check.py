@@ -150,8 +150,10 @@ def _token_problems(row: Row, seen: _Seen, vocab_size: int | None) -> Iterator[s
     if likely is None and "logprobs_missing" not in row["flags"]:
         yield "it has no log-probs and lacks the flag logprobs_missing"
     yield from _logprob_problems(mask, likely)
-    if spans and spans[-1]["end"] != len(ids):
-        yield "it goes on after the completion of its last call"
+    if row["trainable"] and not sampled:
+        yield "it is trainable and trains nothing"
+    if not spans or spans[-1]["end"] != len(ids):
+        yield "it does not end with the completion of its last call"
     if spans and row["prompt_length"] != spans[0]["start"]:
         yield "its prompt does not end where the first completion begins"
     if [span["call"] for span in spans] != list(row["calls"]):
