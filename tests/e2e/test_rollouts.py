@@ -88,6 +88,19 @@ async def test_groups_come_with_exact_samples_and_leave_nothing(tmp_path: Path) 
     assert (found.rows, found.exact, found.trainable, found.broken) == (6, 6, 6, [])
 
 
+async def test_tasks_of_one_name_are_separate_groups(tmp_path: Path) -> None:
+    for place, test in (("a", "echo 1 > /logs/verifier/reward.txt"), ("b", "echo 0 > /logs/verifier/reward.txt")):
+        make_task(tmp_path / place / "t0", test=test)
+    agent = AgentConfig(name="command", kwargs={"script": bash_agent(tmp_path)})
+    places = [tmp_path / "a", tmp_path / "b"]
+    stream = pier.rollouts(places, policy=BytePolicy(WORK), agent=agent, image="host", group=2, concurrency=4)
+    found = {members[0].reward: members async for members in stream.groups()}
+    assert {reward: [one.reward for one in members] for reward, members in found.items()} == {0: [0, 0], 1: [1, 1]}
+    for members in found.values():
+        assert {row["group_id"] for one in members for row in one.rows()} == {members[0].group.id}
+    assert found[0][0].group.id != found[1][0].group.id
+
+
 @pytest.mark.parametrize(
     ("budget", "reason"),
     [(Budget(turns=2), "max_turns"), (Budget(output_tokens=1), "max_output_tokens")],

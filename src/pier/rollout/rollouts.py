@@ -34,6 +34,7 @@ from pier.rollout.samples import (
     Sample,
     SampleBuilder,
     SampleOrigin,
+    group_id,
     origin_of,
     read_samples,
 )
@@ -246,9 +247,9 @@ class RolloutCollector:
         place = (trial.task, trial.agent)
         if place not in self._groups:
             plan = self._job.ledger.plan
-            name, agent = plan.tasks[trial.task].name, plan.agents[trial.agent]
-            words = (name, agent.get("name") or agent.get("import_path"), agent.get("model_name"))
-            self._groups[place] = Group("::".join(str(word) for word in words if word), name, 0)
+            task, agent = plan.tasks[trial.task], plan.agents[trial.agent]
+            words = (agent.get("name") or agent.get("import_path"), agent.get("model_name"))
+            self._groups[place] = Group(group_id(task.name, task.digest, *words), task.name, 0)
         return self._groups[place]
 
     async def run(self, trial: PlannedTrial, spec: TrialSpec, go: RunSpec) -> TrialResult:
@@ -427,13 +428,13 @@ class Rollouts:
 
     async def groups(self) -> AsyncGenerator[list[Rollout], None]:
         """The same, a whole group at a time, as soon as its last member ended."""
-        waiting: dict[str, list[Rollout]] = {}
+        waiting: dict[int, list[Rollout]] = {}
         async with contextlib.aclosing(self._iterate()) as stream:
             async for rollout in stream:
-                members = waiting.setdefault(rollout.group.id, [])
+                members = waiting.setdefault(id(rollout.group), [])  # two groups may be of tasks with one name
                 members.append(rollout)
                 if rollout.group.closed and len(members) == rollout.group.size:
-                    yield waiting.pop(rollout.group.id)
+                    yield waiting.pop(id(rollout.group))
 
 
 def agent_on(

@@ -481,12 +481,13 @@ def origin_of(result: Mapping[str, Any], step: str | None, trial: str, recording
     model = ((result.get("config") or {}).get("agent") or {}).get("model_name")
     outcome = next((each for each in result.get("step_results") or () if each.get("step_name") == step), result)
     error = outcome.get("exception_info") or {}
+    task, digest = result.get("task_name"), known.get("task_digest") or result.get("task_checksum")
     return SampleOrigin(
         recording=recording,
         rollout=str(result.get("trial_name") or trial) + (f"/{step}" if step else ""),
-        group="::".join(str(part) for part in (result.get("task_name"), step, agent.get("name"), model) if part),
-        task=result.get("task_name"),
-        task_digest=known.get("task_digest") or result.get("task_checksum"),
+        group=group_id(task, digest, step, agent.get("name"), model),
+        task=task,
+        task_digest=digest,
         step=step,
         attempt=known.get("attempt"),
         agent=agent.get("name"),
@@ -496,6 +497,12 @@ def origin_of(result: Mapping[str, Any], step: str | None, trial: str, recording
         fault=error.get("blame") if error.get("blame") in _NOT_THE_AGENTS else None,
         notes=tuple(note.get("kind", "") for note in (outcome.get("integrity") or {}).get("notes") or ()),
     )
+
+
+def group_id(task: str | None, digest: str | None, *more: str | None) -> str:
+    """The id of a group: its task, with some of the digest since others may have the name, and what else it is of."""
+    short = (digest or "").rpartition(":")[2][:12]
+    return "::".join(str(part) for part in (f"{task}@{short}" if task and short else task, *more) if part)
 
 
 def _rewards(outcome: Mapping[str, Any]) -> Mapping[str, float] | None:
