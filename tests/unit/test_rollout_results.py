@@ -76,6 +76,16 @@ def test_results_of_other_settings_are_not_mixed(
     assert said in refused.value.message
 
 
+def test_rows_of_one_example_id_are_run_once(tmp_path: Path) -> None:
+    rows = [{"question": "a", "example_id": 0}, {"question": "b", "example_id": 0}, {"question": "c", "example_id": 1}]
+    env, saved = Still(dataset=rows, rubric=vf.Rubric(one)), {"save_results": True, "results_path": tmp_path}
+    first = env.evaluate_sync(CLIENT, "tiny", **saved)["outputs"]
+    with (tmp_path / "results.jsonl").open("a") as stream:
+        stream.write('{"example_id": 1}\n{"example_id": [1], "reward": 0}\n{"example_id": 7, "reward": 0}\n')
+    assert env.evaluate_sync(CLIENT, "tiny", **saved)["outputs"] == first
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 6
+
+
 def test_half_a_character_of_a_model_is_saved(tmp_path: Path) -> None:
     evaluate(one, said="a\ud83d\ude00 b\ud83d", save_results=True, results_path=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -312,7 +312,7 @@ class RolloutEnvironment(ABC):
         )
         results = Results(header, Path(results_path) if results_path else default_path(self.env_id, model))
         with results.owned() if save_results else nullcontext():
-            left = _left(rows, results.load()) if save_results and results_path and results.can_resume else rows
+            left = _left(rows, results.load(counts)) if save_results and results_path and results.can_resume else rows
             if save_results:
                 await asyncio.to_thread(results.start)
                 (on_log or self.logger.info)(f"saving {len(left)} of {len(rows)} rollouts to {results.path}")

@@ -143,8 +143,8 @@ class Results:
     outputs: list[Output] = field(default_factory=list)
     began: float = field(default_factory=time.time)
 
-    def load(self) -> list[Output]:
-        """Take the rows of an earlier run in `path`, at most as many of each example as are wanted. `UsageError` if
+    def load(self, counts: Mapping[Any, int]) -> list[Output]:
+        """Take the rows of an earlier run in `path`, of each example at most as many as `counts` has. `UsageError` if
         that run was of something else."""
         saved = _read_metadata(self.path)
         wanted = {name: _plain(getattr(self.header, name), name) for name in _SAME}
@@ -154,9 +154,9 @@ class Results:
             raise UsageError(f"cannot resume {self.path}: {what}", hint="use the same settings, or another directory")
         seen: Counter[Any] = Counter()
         for row in files.read_journal(self.path / _RESULTS):
-            if isinstance(row, dict) and "example_id" in row:
+            if isinstance(row, dict) and "reward" in row and isinstance(row.get("example_id"), int | str):
                 seen[row["example_id"]] += 1
-                if seen[row["example_id"]] <= self.header.rollouts_per_example:
+                if seen[row["example_id"]] <= counts.get(row["example_id"], 0):
                     self.outputs.append(row)
         return self.outputs
 
