@@ -108,6 +108,13 @@ async def test_each_turn_is_a_step_with_its_exact_tokens(tmp_path: Path) -> None
     assert len(state["trajectory"][2]["prompt"]) == 5 and len(state["timing"].model.spans) == 3
 
 
+async def test_prescribed_short_answers_are_no_side_calls(tmp_path: Path) -> None:
+    env = environment(f"{ASK_ONCE}\n{ASK_ONCE.replace('hello', 'other')}", home=tmp_path / "agent.py")
+    async with env.running():
+        state = await env.rollout(env.get_dataset()[0], policy, "tiny", {"max_tokens": 8})
+    assert [sample.trained for sample in state["samples"]] == [1, 1]
+
+
 async def test_the_budget_of_turns_ends_the_agent_and_it_is_scored(tmp_path: Path) -> None:
     refused = """
 except urllib.error.HTTPError as error:

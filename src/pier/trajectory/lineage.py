@@ -206,7 +206,7 @@ class _Sorter:
         if not thread.offers_tools and self._offers_tools:
             thread.kind = "foreign" if _is_other_program(root, self._root) else "side"
             return
-        if not self._offers_tools and _looks_like_side_call(thread):
+        if not self._offers_tools and _looks_like_side_call(thread, self._root):
             thread.kind = "side"
             return
         place, own = self._places[id(root)], set(map(id, thread.nodes))
@@ -278,11 +278,12 @@ def _wants_summary(node: Node) -> bool:
     return node.turn is not None and not node.turn.calls and SIDE_TASK.search(asked) is not None
 
 
-def _looks_like_side_call(thread: Thread) -> bool:
+def _looks_like_side_call(thread: Thread, main: Node | None = None) -> bool:
     request = thread.root.request
     if len([node for node in thread.nodes if node.kind != "retry"]) > 1:
         return False
-    few = request.sampling.max_tokens is not None and request.sampling.max_tokens <= 32
+    most = request.sampling.max_tokens
+    few = most is not None and most <= 32 and not (main and main.request.sampling.max_tokens == most)
     words = "\n".join([*request.system, *(message.text[:500] for message in request.messages[-1:])])
     return few or request.response_format is not None or SIDE_TASK.search(words) is not None
 
