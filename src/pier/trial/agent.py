@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -129,10 +129,14 @@ def describe_run(
     )
 
 
+_adapter = cache(TypeAdapter)
+"""Checks values of a type; making one takes as long as a part of a trial."""
+
+
 def mcp_tables(settings: AgentConfig) -> tuple[McpServerTable, ...]:
     """The MCP servers that the run adds to the task's."""
     try:
-        return TypeAdapter(tuple[McpServerTable, ...]).validate_python(settings.mcp_servers)
+        return _adapter(tuple[McpServerTable, ...]).validate_python(settings.mcp_servers)
     except ValidationError as error:
         raise UsageError(f"agents.mcp_servers{describe(error)}", code="job-config") from error
 
@@ -148,7 +152,7 @@ def sampling_of(settings: AgentConfig) -> Sampling | None:
         raise UsageError(f"invalid value '{name}={given[name]}' for --sampling: expected one of {', '.join(known)}")
     values = {name: [value] if name == "stop" and isinstance(value, str) else value for name, value in given.items()}
     try:
-        return TypeAdapter(Sampling).validate_python(values)
+        return _adapter(Sampling).validate_python(values)
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
         shown, expected = f"{name}={given[name]}", f"a value of the type {known[name].type}"
