@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The agent: asks its model three times for a word and writes each one to /tmp/answer.
 
-The conversation so far is the prompt, so each prompt goes on with the tokens that were sampled before.
+The prompt is the whole conversation, so each prompt continues the tokens that were sampled before.
 """
 
 import json

@@ -21,7 +21,7 @@ from pier.wire.turn import Text, Usage
 
 HERE = Path(__file__).resolve().parent
 WORDS = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]
-"""What the policy can say: word i is the token i."""
+"""The policy's vocabulary: word i is the token i."""
 USER, END = 10, 11
 """Two more tokens: a user's message, and the end of a turn."""
 TURNS = 3
@@ -35,7 +35,7 @@ class TinyPolicy:
     def __init__(self, seed: int = 0) -> None:
         self.logits = np.zeros((TURNS, len(WORDS)))
         self.random = np.random.default_rng(seed)
-        self.version = "0"  # written down with every call
+        self.version = "0"  # recorded with every call
 
     async def __call__(self, request: Request) -> Turn:
         prompt = self.tokenize(request)
@@ -46,7 +46,7 @@ class TinyPolicy:
         return Turn((Text(WORDS[word]),), usage=Usage(len(prompt), 2), tokens=tokens)
 
     def tokenize(self, request: Request) -> list[int]:
-        """The chat template. It only ever goes on from what was sampled, so that a rollout is one sample."""
+        """The chat template. It only appends to the sampled tokens, so that a rollout is one sample."""
         ids: list[int] = []
         for message in request.messages:
             ids += [USER] if message.role == "user" else [WORDS.index(message.text), END]
@@ -57,7 +57,7 @@ class TinyPolicy:
         return scaled - np.log(np.exp(scaled - scaled.max()).sum()) - scaled.max()
 
     def learn(self, group: list[Rollout], rate: float) -> None:
-        """One step of REINFORCE; what is better than the group's mean becomes more likely."""
+        """One step of REINFORCE: words with a reward above the group's mean become more likely."""
         rewards = np.array([rollout.reward for rollout in group])
         gradient = np.zeros_like(self.logits)
         for rollout, advantage in zip(group, rewards - rewards.mean(), strict=True):
