@@ -1,4 +1,4 @@
-"""Continue's command line as an agent of pier's: a whole agent in one file.
+"""Continue's command line as a pier agent, complete in one file.
 
     PYTHONPATH=examples/agents pier run -p examples/tasks/bug-fix --image host -a continue_cli:Continue \
         -m script:examples/scripts/bug-fix.yaml
@@ -18,8 +18,8 @@ FLAGS = (AgentFlag("rule", "--rule"),)
 
 
 class Continue(PackedAgent):
-    """Speaks Chat Completions; its sessions are below the logs. Its model may end it with a tool, `Exit`, whose exit code
-    is 1 whatever was done; so the code does not count."""
+    """Uses Chat Completions and stores its sessions with the logs. Its model may end it with the tool `Exit`, whose exit
+    code is always 1, so the exit code does not count."""
 
     name = "continue"
     dialect = "chat"

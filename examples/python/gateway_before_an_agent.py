@@ -1,7 +1,7 @@
-"""Put a gateway before an agent and read its model calls: python examples/python/gateway_before_an_agent.py
+"""Put a gateway in front of an agent and read its model calls: python examples/python/gateway_before_an_agent.py
 
-The agent here is a few lines of Python in a sandbox without a network. The model is a Python function; a name such as
-`openai/gpt-5` or `script:FILE` instead of `upstream` asks a provider or plays a script.
+The agent is a few lines of Python in a sandbox without a network. The model is a Python function. To use a provider
+or a script instead, replace `upstream` with a name such as `openai/gpt-5` or `script:FILE`.
 """
 
 import asyncio

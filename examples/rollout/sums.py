@@ -1,4 +1,4 @@
-"""An environment for `pier rollout`: an agent asks the model for a sum; the reward says whether it is right.
+"""An environment for `pier rollout`: an agent asks the model for a sum; the reward is 1 if it is right.
 
 pier rollout examples/rollout/sums.py -m script:examples/rollout/model.yaml -n 1 -r 2
 """
