@@ -30,6 +30,10 @@ _ENGINE = [
     pytest.param("docker", "", marks=docker.marks, id="docker"),
     pytest.param("docker", "1", marks=docker.marks, id="helper"),
 ]
+by_root = pytest.mark.parametrize("place", ["local", docker])
+"""As `everywhere`, for claims that do not depend on the user: plain users do not test them again."""
+anywhere = pytest.mark.parametrize("place", ["local"])
+"""Run a test on one backend, for claims about the gateway that depend neither on the backend nor on the user."""
 by_engine = pytest.mark.parametrize(("place", "helper"), _ENGINE)
 """Run a test in containers that pier enters, and the helper: the test sets `PIER_DOCKER_HELPER` to `helper`."""
 everywhere_and_by_helper = pytest.mark.parametrize(

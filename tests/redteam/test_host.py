@@ -45,7 +45,7 @@ from tests.engine import Engine, missing
 from tests.host_fetches import DIRECTORY, PLAIN, REALMS, REGISTRIES, SPECIAL, Fetches, run_fetches
 from tests.job_tasks import make_task, pier
 from tests.redteam import route
-from tests.redteam.places import IMAGE, by_engine, everywhere, open_place
+from tests.redteam.places import IMAGE, by_engine, by_root, everywhere, open_place
 from tests.trial_runs import PASS, TOML, Bench, kinds, write_task
 
 SEPARATE = TOML.replace("[verifier]\n", '[verifier]\nenvironment_mode = "separate"\n')
@@ -455,7 +455,6 @@ def _fetches(tmp_path_factory: pytest.TempPathFactory, place: str) -> Fetches:
         return run_fetches(directory, place)
 
 
-@pytest.mark.plain
 def test_what_may_be_fetched_is_fetched(fetches: Fetches) -> None:
     assert fetches.outcomes["add"] == "got ('file', 'fetched', '0o600', 1700000000)"
     for name in ("add with its checksum", "add by redirect", "add allowlist fine"):
@@ -465,21 +464,18 @@ def test_what_may_be_fetched_is_fetched(fetches: Fetches) -> None:
     assert fetches.outcomes["registry private"] == "got 1", "a company's registry is at a private address"
 
 
-@pytest.mark.plain
 @route("host", "ADD of a URL on loopback, this machine or a metadata address", "refused as for RUN; nothing is sent")
 @pytest.mark.parametrize("name", SPECIAL)
 def test_add_of_special_addresses(fetches: Fetches, name: str) -> None:
     assert fetches.outcomes[f"add special {name}"].startswith("refused: ")
 
 
-@pytest.mark.plain
 @route("host", "ADD of a URL that redirects to one of those", "refused at the redirect; nothing is sent there")
 @pytest.mark.parametrize("name", SPECIAL)
 def test_add_that_is_redirected(fetches: Fetches, name: str) -> None:
     assert fetches.outcomes[f"add redirected {name}"].startswith("refused: ")
 
 
-@pytest.mark.plain
 @route("host", "ADD of a URL that the build's network does not allow", "refused, also by redirect")
 def test_add_under_a_policy(fetches: Fetches) -> None:
     for name in ("none", "allowlist other", "allowlist redirected", "allowlist address", "allowlist inward"):
@@ -487,13 +483,11 @@ def test_add_under_a_policy(fetches: Fetches) -> None:
     assert "metadata.pier.build_network" in fetches.outcomes["add none"]
 
 
-@pytest.mark.plain
 @route("host", "ADD of a name whose next lookup leads to loopback", "the address that was checked is dialled")
 def test_add_with_rebinding(fetches: Fetches) -> None:
     assert fetches.outcomes["add rebinding"].startswith("got ('file', 'fetched'")
 
 
-@pytest.mark.plain
 @route("host", "a registry whose 401 names a token server inside", "refused; own host and public addresses work")
 @pytest.mark.parametrize(
     "name", ["metadata", "metadata-name", "loopback", "loopback-name", "machine", "private", "redirected"]
@@ -502,7 +496,6 @@ def test_realms(fetches: Fetches, name: str) -> None:
     assert fetches.outcomes[f"realm {name}"].startswith("refused: cannot pull registry.test:5443/")
 
 
-@pytest.mark.plain
 @route("host", "a task's image on a registry at loopback or a metadata address", "refused; the user may pull it")
 @pytest.mark.parametrize("host", REGISTRIES)
 def test_registries(fetches: Fetches, host: str) -> None:
@@ -510,13 +503,11 @@ def test_registries(fetches: Fetches, host: str) -> None:
     assert f"pier image pull {host}/app" in fetches.outcomes[f"registry {host}"]
 
 
-@pytest.mark.plain
 def test_a_registry_that_the_user_names_is_reached(fetches: Fetches) -> None:
     assert fetches.by_user > 0
     assert fetches.outcomes["registry of the user"].startswith("unreachable: ")
 
 
-@pytest.mark.plain
 def test_nothing_reached_what_was_refused(fetches: Fetches) -> None:
     _check_reached(fetches)
 
@@ -804,7 +795,7 @@ async def started(
 
 
 @route("host", "a fork bomb under the default limits", "4,096 processes; other sandboxes go on")
-@everywhere
+@by_root
 async def test_forks_are_limited_by_default(place: str) -> None:
     script = "i=0; while [ $i -lt 6000 ] && sleep 600 >/dev/null 2>&1 </dev/null & do i=$((i+1)); done; echo $i"
     async with started(place) as (backend, sandbox), await backend.start(sandbox.spec) as other:
@@ -930,7 +921,8 @@ async def test_what_serves_a_sandbox_is_not_killed_for_its_commands(place: str) 
         if place == "local":
             await sandbox.exec(["/usr/bin/python3", "-c", MANY], timeout=PATIENCE)
         else:
-            many = "i=0; while [ $i -lt 100 ]; do tail -c 1500000 /dev/zero >/dev/null 2>&1 & i=$((i+1)); done; sleep 2"
+            hold = "{ head -c 1500000 /dev/zero; sleep 600; } 2>/dev/null | tail -c 1500000 >/dev/null 2>&1"
+            many = f"i=0; while [ $i -lt 100 ]; do {hold} & i=$((i+1)); done; sleep 2"
             await sandbox.exec(many, timeout=PATIENCE)
         await sandbox.kill_all()
         assert (await sandbox.exec("echo alive", timeout=PATIENCE)).text == "alive\n"

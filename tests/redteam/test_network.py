@@ -122,7 +122,6 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return Outcome(found["1"], tls, found["2"]["tls"], directory)
 
 
-@pytest.mark.plain
 @pytest.mark.parametrize("server", vhosts.SERVERS)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_attacks(outcome: Outcome, server: str, attack: str) -> None:
@@ -137,7 +136,6 @@ for _attack in ATTACKS:
     route("network", f"another host over an allowed address: {_attack}", "no server sees the other host")(test_attacks)
 
 
-@pytest.mark.plain
 @pytest.mark.parametrize("server", vhosts.SERVERS)
 def test_no_server_saw_another_host(outcome: Outcome, server: str) -> None:
     if why := vhosts.missing(server):
@@ -145,13 +143,11 @@ def test_no_server_saw_another_host(outcome: Outcome, server: str) -> None:
     assert {host.split(":")[0] for host in vhosts.hosts(server, outcome.directory / server)} == {"allowed.test"}
 
 
-@pytest.mark.plain
 @route("network", "TLS without a server name to an allowed host", "refused, unless a rule names its address")
 def test_tls_without_a_server_name(outcome: Outcome) -> None:
     assert outcome.tls["None"] == "failed" and outcome.tls_with_address["None"].startswith("TLS")
 
 
-@pytest.mark.plain
 @route("network", "TLS with the server name of another host", "refused")
 def test_tls_with_another_name(outcome: Outcome) -> None:
     assert outcome.tls["refused.test"] == outcome.tls_with_address["refused.test"] == "failed"

@@ -44,7 +44,7 @@ from tests.gateway_fakes import (
 )
 from tests.job_tasks import PIER, make_task, pier
 from tests.redteam import route
-from tests.redteam.places import bash_engine, everywhere, open_place
+from tests.redteam.places import anywhere, bash_engine, by_root, everywhere, open_place
 from tests.trial_runs import PASS, TOML, Bench, kinds, write_task
 from tests.world import in_world
 
@@ -146,7 +146,7 @@ FAULTS: dict[str, tuple[str, Behaviour, str]] = {
 @route(
     "verdicts", "a provider that fails, and an agent that ends as if all were well", "no reward, blamed on the provider"
 )
-@everywhere
+@by_root
 async def test_a_failing_provider_leaves_no_reward(place: str, tmp_path: Path) -> None:
     """Whatever the verifier would say, and whatever the agent's exit code is."""
     good = "echo 1 > /logs/verifier/reward.txt"
@@ -159,7 +159,7 @@ async def test_a_failing_provider_leaves_no_reward(place: str, tmp_path: Path) -
 
 
 @route("verdicts", "a rate limit or an outage that passes", "the agent never sees it, and is graded")
-@everywhere
+@by_root
 async def test_a_passing_rate_limit_is_never_seen(place: str, tmp_path: Path) -> None:
     async with bench(place, tmp_path, says(HELLO)) as trials:
         trials.fake.then = [replies(429, b"{}", {"Retry-After": "0"})]
@@ -210,7 +210,7 @@ PROVOKED: dict[str, tuple[Behaviour, str]] = {
 
 
 @route("verdicts", "an agent that provokes an error of its provider to lose its zero", "the zero stands")
-@everywhere
+@anywhere
 async def test_a_provoked_error_does_not_void_a_zero(place: str, tmp_path: Path) -> None:
     async with open_place(place, tmp_path / "trials") as found:
         for name, (behaviour, script) in PROVOKED.items():
@@ -251,7 +251,7 @@ HEADERS: dict[str, tuple[Behaviour, str]] = {
     "an agent adds a header or a query that its provider, or a server in front of it, refuses as if it were down",
     "it is not sent, or the request is sent again without it",
 )
-@everywhere
+@anywhere
 async def test_a_header_of_the_agent_does_not_void_a_zero(place: str, tmp_path: Path) -> None:
     async with open_place(place, tmp_path / "trials") as found:
         for name, (behaviour, header) in HEADERS.items():
@@ -284,7 +284,7 @@ BODIES: dict[str, tuple[str, Behaviour, dict[str, Any]]] = {
     "an agent adds a field to its request that its provider refuses as if it were down",
     "the request is sent again without it, unless the answer depends on it",
 )
-@everywhere
+@anywhere
 async def test_a_field_of_the_agent_does_not_void_a_zero(place: str, tmp_path: Path) -> None:
     for number, (name, (dialect, behaviour, more)) in enumerate(BODIES.items()):
         async with bench(place, tmp_path / str(number), behaviour, dialect) as trials:
@@ -315,7 +315,6 @@ time.sleep(600)
 @route(
     "verdicts", "an agent cuts off many calls before they are answered, and sleeps to its deadline", "the zero stands"
 )
-@pytest.mark.plain
 async def test_calls_that_are_cut_off_at_once_are_no_wait(tmp_path: Path) -> None:
     async def late(request: Any, raw: bytes) -> Any:
         await asyncio.sleep(3)
@@ -331,7 +330,7 @@ async def test_calls_that_are_cut_off_at_once_are_no_wait(tmp_path: Path) -> Non
 
 
 @route("verdicts", "a side call that fails after the work was done", "the run is graded")
-@everywhere
+@anywhere
 async def test_a_failed_side_call_does_not_void_a_run(place: str, tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     title = [{"role": "user", "content": "Write a title for this session."}]
@@ -342,7 +341,7 @@ async def test_a_failed_side_call_does_not_void_a_run(place: str, tmp_path: Path
 
 
 @route("verdicts", "a step of a task whose provider fails after a good step", "the whole trial has no reward")
-@everywhere
+@anywhere
 async def test_a_provider_that_fails_in_the_second_step(place: str, tmp_path: Path) -> None:
     toml = TOML + '[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n'
     test = "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"
@@ -359,7 +358,6 @@ async def test_a_provider_that_fails_in_the_second_step(place: str, tmp_path: Pa
 
 
 @route("verdicts", "a job whose provider fails", "exit code 1, lower coverage, and retry --only infra runs it again")
-@pytest.mark.plain
 async def test_a_job_counts_it_against_coverage_and_retries_it(tmp_path: Path) -> None:
     write_task(tmp_path / "tasks" / "one", test="#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n")
     (tmp_path / "agent.sh").write_text("#!/bin/bash\n" + CALL + ask())
