@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -19,7 +20,7 @@ from pier.image.model import Image
 from pier.lease import Lease
 from pier.sandbox.local import LocalBackend
 from tests.busybox import busybox_image
-from tests.leaks import Footprint, mark_session, wait_until_clean
+from tests.leaks import Footprint, mark_session, wait_for_orphans, wait_until_clean
 
 mark_session()
 
@@ -40,6 +41,7 @@ settings.load_profile("steady")
 
 
 E2E = Path(__file__).parent / "e2e"
+_homes = itertools.count()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -73,8 +75,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def pier_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Each test has a `PIER_HOME` of its own, so that tests see nothing of one another or of the user's, and no test
-    uses a login of the user who runs it."""
-    home = tmp_path_factory.mktemp("home") / "pier"
+    uses a login of the user who runs it. pytest's own numbered directories cost a look at all earlier ones."""
+    home = tmp_path_factory.getbasetemp() / "homes" / str(next(_homes)) / "pier"
+    home.parent.mkdir(parents=True)
     monkeypatch.setenv("PIER_HOME", str(home))
     monkeypatch.setenv("PIER_LOGINS", "off")
     return home
@@ -116,6 +119,14 @@ def nothing_leaked() -> Iterator[None]:
     yield
     left = wait_until_clean(before, seconds=30)
     assert not left, "leaked:\n" + "\n".join(left)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_orphans(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No process that a module's tests started outlives the module, whatever its name and parent."""
+    yield
+    left = wait_for_orphans(request.node.nodeid, seconds=30)
+    assert not left, "leaked:\n" + "\n".join(f"process {row}" for row in left)
 
 
 @pytest.fixture(autouse=True)

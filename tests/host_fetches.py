@@ -229,7 +229,8 @@ class Fetches:
 def run_fetches(directory: Path, place: str) -> Fetches:
     """Run every attempt on a backend; for `docker` with an engine inside the fake internet. The caller's environment
     must name `directory` as `DIRECTORY`, and trust its `server.pem`."""
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=world"]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", "/CN=world"]
     command += ["-addext", "subjectAltName=DNS:registry.test,DNS:inward.test", "-keyout", "key", "-out", "crt"]
     subprocess.run(command, cwd=directory, check=True, capture_output=True)
     (directory / "server.pem").write_text((directory / "key").read_text() + (directory / "crt").read_text())

@@ -84,14 +84,17 @@ def pier(
 
 
 def wait_for(condition: Callable[[], Any], child: subprocess.Popen[str] | None = None) -> Any:
-    """Poll until the condition holds."""
+    """Poll until the condition holds. A condition that takes long, such as a command, is polled less often, so that
+    most of the time is left to what it waits for."""
     deadline = time.monotonic() + PATIENCE
-    while not (found := condition()):
+    while True:
+        begun = time.monotonic()
+        if found := condition():
+            return found
         if child is not None and child.poll() is not None:
             raise AssertionError(f"pier ended with {child.returncode}: {child.communicate()}")
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
-    return found
+        time.sleep(max(0.005, 2 * (time.monotonic() - begun)))
 
 
 def trials_of(job: Path) -> list[Path]:

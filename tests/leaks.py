@@ -1,4 +1,4 @@
-"""What of the machine's state a test run may not change: processes, mounts, namespaces, cgroups, containers."""
+"""What of the machine's state a test run may not change: processes, mounts and control groups."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MARK = "PIER_TEST_SESSION"
+_TEST = "PYTEST_CURRENT_TEST"
+"""pytest's variable: the running test and its phase, which every process that it starts inherits."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Footprint:
 
     @classmethod
     def take(cls) -> Footprint:
-        return cls(_descendants(os.getpid()), _mounts(), _cgroups())
+        return cls(frozenset(_processes()), _mounts(), _cgroups())
 
     def beyond(self, other: Footprint) -> list[str]:
         """What is here and was not in `other`."""
@@ -37,29 +39,15 @@ def wait_until_clean(before: Footprint, seconds: float) -> list[str]:
     return left
 
 
-def _descendants(root: int) -> frozenset[str]:
-    parents: dict[int, int] = {}
-    names: dict[int, str] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = (entry / "stat").read_text()
-        except OSError:
-            continue
-        pid = int(entry.name)
-        fields = stat.rpartition(")")[2].split()
-        parents[pid] = int(fields[1])
-        names[pid] = stat[stat.index("(") + 1 : stat.rindex(")")]
-    found = set()
-    for pid in parents:
-        above = pid
-        while above in parents and above != root:
-            above = parents[above]
-        if above == root and pid != root:
-            found.add(f"{pid} {names[pid]}")
-    orphans = {f"{pid} {names[pid]}" for pid in names if names[pid].startswith("pier-") and _is_mine(pid)}
-    return frozenset(found | orphans)
+def wait_for_orphans(module: str, seconds: float) -> list[str]:
+    """Processes that tests of `module` started in their bodies and left behind, after giving them up to `seconds` to
+    end. What a fixture started may serve other modules too."""
+    deadline = time.monotonic() + seconds
+    while left := [row for row in _processes() if f" ({module}::" in row and row.endswith(" (call))")]:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+    return []
 
 
 def mark_session() -> None:
@@ -67,12 +55,43 @@ def mark_session() -> None:
     os.environ[_MARK] = str(os.getpid())
 
 
-def _is_mine(pid: int) -> bool:
-    wanted = f"{_MARK}={os.environ[_MARK]}".encode()
+def _processes() -> list[str]:
+    """Number, name and, if known, test of each process that this one started: its descendants, and orphans with its
+    mark. An orphan whose environment this user cannot read is not found."""
+    parents: dict[int, int] = {}
+    names: dict[int, str] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                stat = Path("/proc", entry, "stat").read_text()
+            except OSError:
+                continue
+            parents[int(entry)] = int(stat.rpartition(")")[2].split()[1])
+            names[int(entry)] = stat[stat.index("(") + 1 : stat.rindex(")")]
+    root = os.getpid()
+    rows = []
+    for pid, name in names.items():
+        environ = _environ(pid)
+        if pid != root and (environ.get(_MARK) == str(root) or root in _above(pid, parents)):
+            rows.append(f"{pid} {name}" + (f" ({environ[_TEST]})" if _TEST in environ else ""))
+    return rows
+
+
+def _above(pid: int, parents: dict[int, int]) -> set[int]:
+    found: set[int] = set()
+    while pid in parents and pid not in found:
+        found.add(pid)
+        pid = parents[pid]
+    return found
+
+
+def _environ(pid: int) -> dict[str, str]:
+    """The environment that a process was started with."""
     try:
-        return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        rows = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
-        return False
+        return {}
+    return dict(row.split("=", 1) for row in rows if "=" in row)
 
 
 def _mounts() -> frozenset[str]:

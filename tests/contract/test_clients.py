@@ -16,7 +16,7 @@ from tests.once import made_once
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param("local", marks=pytest.mark.plain),
+        "local",
         pytest.param(
             "docker",
             marks=[pytest.mark.docker, pytest.mark.skipif(engine.missing() is not None, reason=str(engine.missing()))],

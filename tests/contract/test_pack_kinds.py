@@ -26,7 +26,7 @@ KINDS = {
 """For each kind an agent, a command and a part of its output."""
 
 
-@pytest.mark.parametrize("root", ROOTS)
+@pytest.mark.parametrize("root", [pytest.param(ROOTS[0], marks=pytest.mark.plain), *ROOTS[1:]])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_program_of_a_real_pack_starts(kind: str, root: str, backend: Backend, tmp_path: Path) -> None:
     name, command, expected = KINDS[kind]

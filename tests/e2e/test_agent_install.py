@@ -70,12 +70,15 @@ def run(tmp_path: Path, kind: str, *extra: str, monkeypatch: pytest.MonkeyPatch)
     return json.loads(results[0].read_text()), results[0].parent, done.stdout
 
 
-@pytest.mark.plain
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
         ("FromNpm", {"npm_config_registry": f"http://npm.test:{NPM}"}),
-        ("FromPypi", {"PIP_INDEX_URL": f"http://pypi.test:{PYPI}/simple", "PIP_TRUSTED_HOST": "pypi.test"}),
+        pytest.param(
+            "FromPypi",
+            {"PIP_INDEX_URL": f"http://pypi.test:{PYPI}/simple", "PIP_TRUSTED_HOST": "pypi.test"},
+            marks=pytest.mark.plain,
+        ),
     ],
 )
 def test_an_agent_is_installed_and_the_network_closed(
@@ -94,7 +97,6 @@ def test_an_agent_is_installed_and_the_network_closed(
     assert result["pier"]["phases"]["setup"] > 0
 
 
-@pytest.mark.plain
 def test_a_failed_install_is_told_and_not_graded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ["--ae", f"PIP_INDEX_URL=http://pypi.test:{PYPI}/nothing", "--ae", "PIP_TRUSTED_HOST=pypi.test"]
     result, _, _ = run(tmp_path, "FromPypi", *settings, "--max-retries", "0", monkeypatch=monkeypatch)
@@ -122,7 +124,6 @@ def test_installers_see_no_keys_but_their_own(tmp_path: Path, monkeypatch: pytes
     assert "OPENAI_API_KEY" not in seen.read_text()
 
 
-@pytest.mark.plain
 def test_agents_from_no_registry_are_refused(tmp_path: Path) -> None:
     make_task(tmp_path / "task")
     refused = pier("run", "-p", "task", "-a", "nop", "--install-in-sandbox", cwd=tmp_path, code=2)

@@ -43,7 +43,6 @@ def generations(job: Path) -> int:
     return sum(call.outcome == "ok" for call in calls)
 
 
-@pytest.mark.plain
 def test_turns_of_a_job_are_shared_and_counted_over_its_runs(tmp_path: Path, command: list[str]) -> None:
     job = tmp_path / "jobs" / "j"
     stopped = pier(*command, "-n", "1", "--job-max-turns", "3", cwd=tmp_path, code=1)
@@ -66,7 +65,6 @@ def test_turns_of_a_job_are_shared_and_counted_over_its_runs(tmp_path: Path, com
     assert json.loads((job / "result.json").read_text())["finished_at"]
 
 
-@pytest.mark.plain
 def test_no_turn_too_many_with_trials_side_by_side(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "job.yaml").write_text("budget: {turns: 5}\n")
     pier(*command, "-n", "3", "-c", "job.yaml", cwd=tmp_path, code=1)
@@ -76,7 +74,6 @@ def test_no_turn_too_many_with_trials_side_by_side(tmp_path: Path, command: list
     assert rewards_of(job) == [1, 1, 1]
 
 
-@pytest.mark.plain
 def test_a_runner_that_is_killed_forgets_no_turn(tmp_path: Path, command: list[str]) -> None:
     """Killed right after its first generation, long before anything else of the job is written down. One more that had
     begun then is spent too, though its answer is in no recording."""

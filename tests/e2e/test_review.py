@@ -82,7 +82,7 @@ def job_trials(base: Path) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("agent", ["mini-swe-agent", "claude-code", "codex"])
+@pytest.mark.parametrize("agent", ["claude-code", "codex"])
 def test_real_agents_are_asked_again_until_their_evidence_exists(base: Path, agent: str, tmp_path: Path) -> None:
     need_pack(agent)
     wrong, right = review({"step": 999}), review({"step": 2})

@@ -144,7 +144,8 @@ done
 
 EAT = """
 for p in /proc/[0-9]*; do echo 1000 > $p/oom_score_adj; done 2> /dev/null
-for i in $(seq 100); do tail -c 1500000 /dev/zero > /dev/null 2>&1 & done; sleep 3
+for i in $(seq 100); do { head -c 1500000 /dev/zero; sleep 600; } 2> /dev/null | tail -c 1500000 > /dev/null 2>&1 & done
+sleep 3
 """
 
 
