@@ -353,7 +353,10 @@ async def build_image(
 
 
 def find_host_base(
-    context: Path, dockerfile: Path | None = None, build_args: Mapping[str, str] | None = None, target: str | None = None
+    context: Path,
+    dockerfile: Path | None = None,
+    build_args: Mapping[str, str] | None = None,
+    target: str | None = None,
 ) -> str | None:
     """The place of the FROM that has a build start from this machine's root; None if no stage that it needs does."""
     path = dockerfile or context / "Dockerfile"

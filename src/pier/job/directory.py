@@ -249,7 +249,9 @@ def open_regrade(source: Path, config: JobConfig, env: Mapping[str, str]) -> Ite
 
 
 @contextmanager
-def _open(config: JobConfig, make_plan: MakePlan, disk: dict[str, Any], check: Callable[[Plan], None]) -> Iterator[OpenJob]:
+def _open(
+    config: JobConfig, make_plan: MakePlan, disk: dict[str, Any], check: Callable[[Plan], None]
+) -> Iterator[OpenJob]:
     counted = {key: value for key, value in disk.items() if key not in NOT_ASKED}
     asked = hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:16]
     directory = _find_directory(config, asked, make_plan)
