@@ -126,6 +126,9 @@ FAULTS: dict[str, tuple[str, Behaviour, str]] = {
     "a quota that is used up": ("chat", error(429, code="insufficient_quota"), "provider_quota"),
     "a credit balance that is too low": ("anthropic", error(400, message=CREDIT), "provider_quota"),
     "a model that the provider does not know": ("chat", error(404, code="model_not_found"), "provider_error"),
+    "a conflict of its own": ("anthropic", error(409), "provider_error"),
+    "a request that went to the wrong server": ("responses", error(421), "provider_error"),
+    "a request that it cancelled": ("gemini", error(499, code="CANCELLED"), "provider_error"),
     "an outage": ("gemini", error(503, type="UNAVAILABLE"), "provider_error"),
     "a web page instead of an answer": (
         "responses",
@@ -186,6 +189,9 @@ PROVOKED: dict[str, tuple[Behaviour, str]] = {
     "a file that does not exist": (
         when(b"file_id", error(404)),
         ask(messages=[{"role": "user", "content": [{"type": "file", "file": {"file_id": "f"}}]}]),
+    ),
+    "a conversation that is locked": (
+        when(b"conv_1", error(409, code="conversation_locked")), ask("responses", conversation="conv_1"),
     ),
     "settings of the stream that are none": (says(HELLO), ask(stream=True, stream_options=7)),
     "a prompt that is nested deeply": (says(HELLO), nested(500)),
