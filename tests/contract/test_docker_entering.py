@@ -90,7 +90,7 @@ APPARMOR = Path("/sys/module/apparmor/parameters/enabled")
 
 @pytest.mark.skipif(
     not APPARMOR.exists() or APPARMOR.read_text() != "Y\n",
-    reason="the kernel has no AppArmor; .ci/apparmor boots one that has",
+    reason="the kernel has no AppArmor",
 )
 @pytest.mark.parametrize("confined", [True, False])
 async def test_what_the_label_denies_is_denied(confined: bool, backend: DockerBackend, image: Image) -> None:
