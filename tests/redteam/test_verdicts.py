@@ -190,8 +190,9 @@ PROVOKED: dict[str, tuple[Behaviour, str]] = {
         when(b"file_id", error(404)),
         ask(messages=[{"role": "user", "content": [{"type": "file", "file": {"file_id": "f"}}]}]),
     ),
-    "a conversation that is locked": (
-        when(b"conv_1", error(409, code="conversation_locked")), ask("responses", conversation="conv_1"),
+    "a file that is in use": (
+        when(b"file_id", error(409)),
+        ask(messages=[{"role": "user", "content": [{"type": "file", "file": {"file_id": "f"}}]}]),
     ),
     "settings of the stream that are none": (says(HELLO), ask(stream=True, stream_options=7)),
     "a prompt that is nested deeply": (says(HELLO), nested(500)),
