@@ -85,6 +85,26 @@ async def test_commands_have_the_label_of_the_container(backend: DockerBackend, 
         assert (await sandbox.exec(look, user="1000")).text.strip() == by_engine
 
 
+APPARMOR = Path("/sys/module/apparmor/parameters/enabled")
+
+
+@pytest.mark.skipif(
+    not APPARMOR.exists() or APPARMOR.read_text() != "Y\n",
+    reason="the kernel has no AppArmor",
+)
+@pytest.mark.parametrize("confined", [True, False])
+async def test_what_the_label_denies_is_denied(confined: bool, backend: DockerBackend, image: Image) -> None:
+    """`docker-default` keeps even root from opening a file that root may write; `unconfined` shows that nothing else
+    does."""
+    more = {} if confined else {"SecurityOpt": ["apparmor=unconfined"]}
+    async with await backend.start_container(SandboxSpec(image, no_new_privileges=confined), more) as sandbox:
+        label = (await sandbox.exec("cat /proc/self/attr/current", user="0")).text
+        assert label == ("docker-default (enforce)\n" if confined else "unconfined\n")
+        done = await sandbox.exec("true >> /proc/dynamic_debug/control", user="0")
+        assert done.ok is not confined, done
+        assert not confined or "Permission denied" in done.stderr.decode()
+
+
 class Greeter(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

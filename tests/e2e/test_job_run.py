@@ -340,3 +340,67 @@ def test_without_verification_a_job_is_done_without_verdicts(tmp_path: Path, tas
     pier("run", "-p", "tasks", "--disable-verification", "--job-name", "j", cwd=tmp_path)
     result = json.loads((trials_of(tmp_path / "jobs" / "j")[0] / "result.json").read_text())
     assert result["verifier_result"] is None
+
+
+def test_hints_of_failed_trials_are_printed(tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        make_task(tmp_path / "tasks" / name)
+    for name in ("one", "two"):
+        (tmp_path / "tasks" / name / "environment" / "Dockerfile").write_text("FROM scratch\n")
+    (tmp_path / "tasks" / "three" / "environment" / "Dockerfile").write_text("FROM host\n")
+    done = pier("run", "tasks", "--job-name", "j", cwd=tmp_path, image=None, code=1)
+    (fault,) = [row for row in done.stdout.splitlines() if "× TaskError" in row]
+    assert fault.startswith("1 × TaskError (blame: task), e.g. three__") and "FROM host: " in fault
+    assert "      hint: run it with --image host" in done.stdout.splitlines()
+    quiet = pier("run", "tasks", "--job-name", "q", "-q", cwd=tmp_path, image=None, code=1)
+    assert quiet.stdout == "" and fault.partition(" three__")[0] in quiet.stderr
+    assert "      hint: run it with --image host" in quiet.stderr.splitlines()
+    shown = pier("job", "show", "jobs/q", cwd=tmp_path).stdout
+    assert "      hint: run it with --image host" in shown.splitlines()
+
+
+def test_quiet_is_quiet_if_every_trial_has_a_verdict(tmp_path: Path, tasks: Path) -> None:
+    done = pier("run", "tasks", "-a", "command", "--ak", "command=exit 3", "-q", cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+REFUSED = {
+    "docker_image": ("task.toml", 'docker_image = "host"\n', "run it with --image host"),
+    "a Dockerfile": ("environment/Dockerfile", "FROM scratch AS a\nFROM host\n", "run it with --image host"),
+    "an argument": ("environment/Dockerfile", "ARG A=ho\nFROM ${A}st\n", "run it with --image host"),
+    "a verifier": (
+        "task.toml",
+        '[verifier]\nenvironment_mode = "separate"\n[verifier.environment]\ndocker_image = "host"\n',
+        "run it with --image host",
+    ),
+    "no image": ("task.toml", "", "run it with --image host"),
+    "Windows": ("task.toml", 'os = "windows"\n', ""),
+    "services": (
+        "environment/docker-compose.yaml",
+        "services:\n  main: {image: scratch}\n  db: {image: scratch}\n",
+        "run it with --env docker",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_a_job_whose_trials_are_all_refused_is_not_made(way: str, tmp_path: Path) -> None:
+    name, text, hint = REFUSED[way]
+    task = make_task(tmp_path / "tasks" / "one")
+    if way == "a verifier":
+        (task / "environment" / "Dockerfile").write_text("FROM scratch\n")
+    with (task / name).open("a") as stream:
+        stream.write(text)
+    for flags in ((), ("-q",), ("--json",), ("--dry-run",)):
+        refused = pier("run", "tasks", *flags, cwd=tmp_path, image=None, code=2)
+        assert refused.stdout == "" and refused.stderr.startswith("pier: ")
+        assert not hint or refused.stderr.splitlines()[-1] == f"hint: {hint}"
+    assert not (tmp_path / "jobs").exists()
+
+
+def test_the_error_for_many_refused_tasks_names_the_first(tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        make_task(tmp_path / "tasks" / name)
+    refused = pier("run", "tasks", cwd=tmp_path, image=None, code=2)
+    assert refused.stderr.startswith("pier: none of the 3 tasks can run, the first because ")
+    assert "no image" in refused.stderr and not (tmp_path / "jobs").exists()

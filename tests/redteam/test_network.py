@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import ssl
 import struct
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,6 +179,105 @@ def hello(name: bytes, behind: bytes = b"") -> bytes:
     body = b"\3\3" + bytes(32) + b"\0" + b"\0\2\x13\1" + b"\1\0" + len(extensions).to_bytes(2, "big") + extensions
     message = b"\1" + len(body + behind).to_bytes(3, "big") + body + behind
     return b"\x16\3\1" + len(message).to_bytes(2, "big") + message
+
+
+def certificate(directory: Path) -> Path:
+    """A certificate with its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl, which makes the certificate, is not installed")
+    both = directory / "both.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-subj", "/CN=allowed.test", "-keyout", str(both), "-out", str(directory / "crt")]
+    subprocess.run(command, check=True, capture_output=True)
+    both.write_bytes(both.read_bytes() + (directory / "crt").read_bytes())
+    return both
+
+
+class Ends:
+    """The two ends of a TLS connection. The server (OpenSSL's) wants another key than the client offers at first."""
+
+    def __init__(self, directory: Path) -> None:
+        self.names: list[str] = []
+        offering, serving = ssl.create_default_context(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        offering.check_hostname, offering.verify_mode = False, ssl.CERT_NONE
+        serving.load_cert_chain(certificate(directory))
+        serving.set_ecdh_curve("secp384r1")
+        serving.sni_callback = lambda _, name, __: self.names.append(name)
+        self._bios = [ssl.MemoryBIO() for _ in range(4)]
+        self.client = offering.wrap_bio(*self._bios[:2], server_hostname="allowed.test")
+        self.server = serving.wrap_bio(*self._bios[2:], server_side=True)
+
+    def from_client(self, data: bytes = b"") -> bytes:
+        return self._say(self.client, self._bios[0], self._bios[1], data)
+
+    def from_server(self, data: bytes) -> bytes:
+        return self._say(self.server, self._bios[2], self._bios[3], data)
+
+    def _say(self, end: ssl.SSLObject, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, data: bytes) -> bytes:
+        incoming.write(data)
+        with contextlib.suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+        return outgoing.read()
+
+
+@route(
+    "network",
+    "TLS with the server name of another host in the second hello, which a server asks for that wants another key",
+    "refused",
+)
+def test_tls_with_another_name_in_the_second_hello(tmp_path: Path) -> None:
+    ends, watch = Ends(tmp_path), Sniffer("allowed.test")
+    first = ends.from_client()
+    assert watch.feed(first) == first
+    retry = ends.from_server(first)
+    assert watch.heard(retry) == b""
+    second = ends.from_client(retry).replace(b"allowed.test", b"refused.test")
+    with pytest.raises(Disagreement, match=r"refused\.test"):
+        watch.feed(second)
+    with contextlib.suppress(ssl.SSLError):
+        ends.from_server(second)
+    assert ends.names == ["allowed.test", "refused.test"], "without the gatekeeper, the server serves the other host"
+
+
+@pytest.mark.parametrize("step", [1, 7, 1 << 16])
+def test_tls_with_a_second_hello_works(step: int, tmp_path: Path) -> None:
+    ends, watch = Ends(tmp_path), Sniffer("allowed.test")
+    said, answer = ends.from_client(), b""
+    while said or answer:
+        passed = b"".join(watch.feed(said[at : at + step]) for at in range(0, len(said), step))
+        answer = ends.from_server(passed)
+        assert not any(watch.heard(answer[at : at + step]) for at in range(0, len(answer), step))
+        said = ends.from_client(answer)
+    assert ends.client.version() == ends.server.version() == "TLSv1.3" and set(ends.names) == {"allowed.test"}
+
+
+@route(
+    "network",
+    "TLS with the server name of another host in a second hello that is sent before it is asked for",
+    "refused",
+)
+def test_a_second_hello_that_comes_early(tmp_path: Path) -> None:
+    ends, watch = Ends(tmp_path), Sniffer("allowed.test")
+    first = ends.from_client()
+    retry = ends.from_server(first)
+    second = ends.from_client(retry).replace(b"allowed.test", b"refused.test")
+    early = b"\x17\3\3\0\4data"
+    assert watch.feed(first + early + second[:9]) == first and watch.feed(second[9:]) == b""
+    with pytest.raises(Disagreement, match=r"refused\.test"):
+        watch.heard(retry)
+    joined = (len(first) - 5 + 4).to_bytes(2, "big")
+    with pytest.raises(Disagreement, match="malformed"):
+        Sniffer("allowed.test").feed(first[:3] + joined + first[5:] + b"\1\0\0\0")
+
+
+def test_early_data_passes_with_the_answer(tmp_path: Path) -> None:
+    ends = Ends(tmp_path)
+    first, early = ends.from_client(), b"\x17\3\3\0\4data"
+    warning, served = b"\x15\3\3\0\2\1\x70", b"\x16\3\3\0\x7a\2\0\0\x76\3\3" + bytes(32)
+    for answer in (served, warning + served, b"220 ready\r\n"):
+        watch = Sniffer("allowed.test")
+        assert watch.feed(first + early) == first and watch.heard(answer) == early
+        assert watch.feed(b"more") == b"more"
 
 
 @route(

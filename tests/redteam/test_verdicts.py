@@ -126,6 +126,9 @@ FAULTS: dict[str, tuple[str, Behaviour, str]] = {
     "a quota that is used up": ("chat", error(429, code="insufficient_quota"), "provider_quota"),
     "a credit balance that is too low": ("anthropic", error(400, message=CREDIT), "provider_quota"),
     "a model that the provider does not know": ("chat", error(404, code="model_not_found"), "provider_error"),
+    "a conflict of its own": ("anthropic", error(409), "provider_error"),
+    "a request that went to the wrong server": ("responses", error(421), "provider_error"),
+    "a request that it cancelled": ("gemini", error(499, code="CANCELLED"), "provider_error"),
     "an outage": ("gemini", error(503, type="UNAVAILABLE"), "provider_error"),
     "a web page instead of an answer": (
         "responses",
@@ -185,6 +188,10 @@ PROVOKED: dict[str, tuple[Behaviour, str]] = {
     "words against the content policy": (error(403, metadata={"flagged_input": "x"}), ask()),
     "a file that does not exist": (
         when(b"file_id", error(404)),
+        ask(messages=[{"role": "user", "content": [{"type": "file", "file": {"file_id": "f"}}]}]),
+    ),
+    "a file that is in use": (
+        when(b"file_id", error(409)),
         ask(messages=[{"role": "user", "content": [{"type": "file", "file": {"file_id": "f"}}]}]),
     ),
     "settings of the stream that are none": (says(HELLO), ask(stream=True, stream_options=7)),

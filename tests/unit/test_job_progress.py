@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,27 @@ def test_the_report_says_what_comes_next(
     assert heading[:4] == ["agent", "model", "dataset", "verdicts"] and row[0] == PLAN.agents[0]["name"]
     assert exit_code(ledger) == code
     assert exit_code(ledger, interrupted=True) == 130
+
+
+def test_faults_are_grouped_by_their_hints_and_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = Ledger.create(tmp_path)
+    ledger.adopt_plan(PLAN)
+    for number, trial in enumerate(PLAN.trials):
+        ledger.begin(trial.id)
+        hint = "pull it" if number < 40 else f"try {number}"
+        ledger.end(trial.id, Outcome(fault=Fault("ImageError", "image", "infra", False, "no\x1b[2J image", hint)))
+    ledger.close()
+    print_report(JobView.open(tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    faults = [number for number, line in enumerate(lines) if " × " in line]
+    assert lines[faults[0]].startswith("40 × ImageError (blame: infra), e.g. ")
+    assert lines[faults[0] + 1] == "      hint: pull it"
+    assert len(faults) == 8 and lines[faults[-1] + 2] == "13 more errors; see: pier job show --trials " + str(tmp_path)
+
+
+def test_a_journal_without_hints_is_read() -> None:
+    old = Fault("ImageError", "image", "infra", False, "no image")
+    assert Outcome.from_line(Outcome(fault=old).to_line()) == Outcome(fault=old)
+    assert Outcome(fault=old).to_line()["fault"] == ["ImageError", "image", "infra", False, "no image"]
+    new = Outcome(fault=replace(old, hint="pull it"))
+    assert Outcome.from_line(new.to_line()) == new

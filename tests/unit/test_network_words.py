@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pier.network import dns, udp
+from pier.network.hello import server_name
 from pier.network.plumbing import _ATTEMPTS, _assemble
 from pier.network.policy import LIMIT, Decision, DecisionLog
-from pier.network.sniff import Disagreement, Sniffer, server_name
+from pier.network.sniff import Disagreement, Sniffer
 from pier.network.udp import read_attempt
 
 
@@ -33,9 +34,10 @@ def question(name: str, kind: int = 1) -> bytes:
 
 
 def test_the_server_name_of_a_hello() -> None:
-    assert server_name(hello("allowed.test")) == "allowed.test"
-    assert server_name(hello(None)) == ""
     whole = hello("allowed.test")
+    assert server_name(whole) == ("allowed.test", len(whole))
+    assert server_name(whole + b"more") == ("allowed.test", len(whole))
+    assert server_name(hello(None)) == ("", len(hello(None)))
     assert server_name(whole[:-1]) == len(whole)
     assert server_name(b"\x16\x03") == 5
 
@@ -45,7 +47,7 @@ def test_a_hello_in_several_records() -> None:
     body = whole[5:]
     parts = [body[:10], body[10:200], body[200:]]
     split = b"".join(b"\x16\x03\x01" + len(part).to_bytes(2, "big") + part for part in parts)
-    assert server_name(split) == "allowed.test"
+    assert server_name(split) == ("allowed.test", len(split))
 
 
 def passes(data: bytes, *, name: str = "allowed.test", step: int = 0, nameless_tls: bool = False) -> bytes:
@@ -58,7 +60,7 @@ def passes(data: bytes, *, name: str = "allowed.test", step: int = 0, nameless_t
 GET = b"GET / HTTP/1.1\r\nHost: allowed.test\r\n\r\n"
 WEBSOCKET = b"GET / HTTP/1.1\r\nHost: allowed.test\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
 GOOD = [
-    hello("allowed.test") + b"\x17\x03\x03\x00\x01x",
+    hello("allowed.test"),
     GET,
     GET + GET,
     b"GET / HTTP/1.1\r\nHost: ALLOWED.test:8080\r\n\r\n",

@@ -342,9 +342,7 @@ async def build_image(
         on_progress or (lambda _: None),
         host,
     )
-    _split(build)
-    wanted = _find_target(build, target)
-    needed = _needed(build, wanted)
+    wanted, needed = _plan_stages(build, target)
     build.total = sum(len(build.parts[index].instructions) + 1 for index in needed)
     _warn_of_unused(build)
     for index in sorted(needed):
@@ -352,6 +350,27 @@ async def build_image(
     stage = build.done[wanted]
     ids = [f"sha256:{layer.parent.name}" for layer in stage.layers]
     return store.put(tag, ids, stage.config, origin="build", source=str(path), base=stage.host_key)
+
+
+def find_host_base(
+    context: Path,
+    dockerfile: Path | None = None,
+    build_args: Mapping[str, str] | None = None,
+    target: str | None = None,
+) -> str | None:
+    """The place of the FROM that has a build start from this machine's root; None if no stage that it needs does."""
+    path = dockerfile or context / "Dockerfile"
+    args = dict(build_args or {})
+    build = Build(ImageStore(), context, read(path), Ignore(), args, None, PUBLIC, lambda _: None, False)
+    parts = (build.parts[index] for index in sorted(_plan_stages(build, target)[1]))
+    return next((f"{path}:{part.start.line}: FROM {part.base}" for part in parts if part.base == HOST), None)
+
+
+def _plan_stages(build: Build, target: str | None) -> tuple[int, set[int]]:
+    """Divide the instructions into stages: the index of the one to build, and of all that it needs."""
+    _split(build)
+    wanted = _find_target(build, target)
+    return wanted, _needed(build, wanted)
 
 
 def _split(build: Build) -> None:

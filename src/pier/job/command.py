@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from pier.job.config import JobConfig
 from pier.job.directory import OpenJob, open_existing, open_for, open_regrade, read_config, result_of
 from pier.job.ledger import Ledger, size_of
 from pier.job.plan import Plan, plan_job
-from pier.job.progress import LiveProgress, PlainProgress, Progress, print_report
+from pier.job.progress import LiveProgress, PlainProgress, Progress, print_faults, print_report
 from pier.job.runner import Interrupts, TrialHook, Wanted, check_models, void
 from pier.job.view import JobView
 
@@ -26,7 +27,7 @@ _WARNINGS = 10
 
 
 Show = Literal["full", "quiet", "json"]
-"""How much is shown: progress and a report, nothing, or JSON at the end."""
+"""How much is shown: progress and a report, errors only, or JSON at the end and errors."""
 
 
 def run_and_report(
@@ -34,7 +35,7 @@ def run_and_report(
 ) -> int:
     """Run the job that `config` asks for, or continue it; the answer is the exit code."""
     warnings: list[str] = []
-    with open_for(config, env, yes=yes, check=lambda: _check(config, env), warn=warnings.append) as job:
+    with open_for(config, env, yes=yes, check=partial(_check, config, env), warn=warnings.append) as job:
         if show == "full":
             _print_warnings(warnings)
         return _run(job, env, show, hook)
@@ -42,7 +43,7 @@ def run_and_report(
 
 def run_without_report(config: JobConfig, env: Mapping[str, str], show: Show, *, again: Wanted | None = None) -> int:
     """The same for callers that report in their own way. Finished trials that `again` takes are run once more."""
-    with open_for(config, env, check=lambda: _check(config, env)) as job:
+    with open_for(config, env, check=partial(_check, config, env)) as job:
         if again is not None:
             void(job, again)
         interrupted = _run_owed(job, env, _progress(job, show), None)
@@ -58,12 +59,14 @@ def _print_warnings(warnings: list[str]) -> None:
         click.echo(f"warning: {len(warnings) - _WARNINGS} more; see `pier task check`", err=True)
 
 
-def _check(config: JobConfig, env: Mapping[str, str]) -> None:
+def _check(config: JobConfig, env: Mapping[str, str], plan: Plan) -> None:
     """Refuse what cannot be run, before anything is made."""
     from pier.job.specs import Specs
 
-    Specs(config, Plan(), "", env)
+    specs = Specs(config, plan, "", env)
     check_models(config, env)
+    if not config.review:  # the sandboxes of a review are not those that its tasks name
+        specs.check_tasks()
 
 
 def again_and_report(
@@ -110,11 +113,13 @@ def _run(job: OpenJob, env: Mapping[str, str], show: Show, hook: TrialHook | Non
         click.echo(f"continuing {job.directory}: {done} of {total} trials are done", err=True)
     interrupted = _run_owed(job, env, progress, hook)
     view = JobView.of(job.ledger)
-    if show == "json":
-        result = result_of(view, [metric.type for metric in job.config.metrics])
-        click.echo(json.dumps({**result, "directory": str(job.directory)}))
-    elif show == "full":
+    if show == "full":
         print_report(view, seconds=progress.seconds, interrupted=interrupted, stopped=job.stopped)
+    else:
+        if show == "json":
+            result = result_of(view, [metric.type for metric in job.config.metrics])
+            click.echo(json.dumps({**result, "directory": str(job.directory)}))
+        print_faults(view, to_stderr=True, ungraded=True)
     return exit_code(job.ledger, graded=not job.config.verifier.disable, interrupted=interrupted)
 
 
@@ -126,7 +131,7 @@ async def run_quietly(
     from pier.job.runner import run_job
 
     with ExitStack() as stack:
-        opened = open_for(config, env, yes=yes, check=lambda: _check(config, env))
+        opened = open_for(config, env, yes=yes, check=partial(_check, config, env))
         opening = asyncio.ensure_future(asyncio.to_thread(stack.enter_context, opened))
         try:
             job = await asyncio.shield(opening)
@@ -164,9 +169,9 @@ def _progress(job: OpenJob, show: Show) -> Progress:
 
 def print_plan(config: JobConfig, env: Mapping[str, str]) -> None:
     """Print what would be run, without running it."""
-    _check(config, env)
     warnings: list[str] = []
     plan = plan_job(config, env, yes=True, warn=warnings.append)[0](b"")
+    _check(config, env, plan)
     _print_warnings(warnings)
     for task in plan.tasks:
         click.echo(f"{task.name}  {task.digest}  {task.path}")

@@ -228,7 +228,7 @@ def open_for(
     env: Mapping[str, str],
     *,
     yes: bool = False,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[Plan], None] = lambda _: None,
     warn: Warn = lambda _: None,
 ) -> Iterator[OpenJob]:
     """The job that `config` asks for: continued if it is there already, else made, after `check`. `warn` is called with
@@ -243,18 +243,20 @@ def open_regrade(source: Path, config: JobConfig, env: Mapping[str, str]) -> Ite
     from pier.job.specs import plan_regrade
 
     plan, without = plan_regrade(source, config)
-    with _open(config, lambda _: plan, to_disk(config, env), lambda: None) as job:
+    with _open(config, lambda _: plan, to_disk(config, env), lambda _: None) as job:
         job.left_out = without
         yield job
 
 
 @contextmanager
-def _open(config: JobConfig, make_plan: MakePlan, disk: dict[str, Any], check: Callable[[], None]) -> Iterator[OpenJob]:
+def _open(
+    config: JobConfig, make_plan: MakePlan, disk: dict[str, Any], check: Callable[[Plan], None]
+) -> Iterator[OpenJob]:
     counted = {key: value for key, value in disk.items() if key not in NOT_ASKED}
     asked = hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:16]
     directory = _find_directory(config, asked, make_plan)
     if directory is None:
-        check()
+        check(make_plan(b""))
     with explained(directory or Path(config.jobs_dir)):
         directory = directory or _make_directory(config)
     disk |= {"job_name": directory.name, "jobs_dir": str(directory.parent.resolve())}

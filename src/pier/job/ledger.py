@@ -349,6 +349,7 @@ class Fault:
     blame: str
     retryable: bool
     message: str
+    hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +372,7 @@ class Outcome:
         f, known = self.fault, any(count is not None for count in self.tokens)
         more = {
             "fault": [f.type, f.code, f.blame, f.retryable, f.message[:500]] if f else None,
+            "hint": f.hint[:500] if f and f.hint else None,
             "cancelled": self.cancelled or None,
             "tokens": list(self.tokens) if known else None,
             "cost": self.cost,
@@ -384,7 +386,7 @@ class Outcome:
         fault, tokens, steps = line.get("fault"), line.get("tokens"), line.get("steps")
         return cls(
             rewards=line["rewards"],
-            fault=Fault(*fault) if fault else None,
+            fault=Fault(*fault, hint=line.get("hint")) if fault else None,
             cancelled=line.get("cancelled", False),
             tokens=(tokens[0], tokens[1], tokens[2]) if tokens else (None, None, None),
             cost=line.get("cost"),
@@ -426,6 +428,7 @@ def _fault(result: TrialResult, info: ExceptionInfo) -> Fault:
         blame=info.blame or known,
         retryable=bool(info.retryable),
         message=info.exception_message,
+        hint=info.hint,
     )
 
 
@@ -451,6 +454,7 @@ def outcome_of_error(error: Exception, redactor: Redactor) -> Outcome:
         blame=error.blame if known else "infra",
         retryable=error.retryable if known else False,
         message=redactor.text(str(error)) or type(error).__name__,
+        hint=redactor.text(error.hint) if known and error.hint else None,
     )
     return Outcome(fault=fault, cost=0.0)
 

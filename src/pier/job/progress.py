@@ -254,6 +254,8 @@ class JobLog:
         os.close(self._fd)
 
 
+_FAULTS = 8
+"""How many kinds of errors a report lists."""
 _HEADINGS = ("agent", "model", "dataset", "verdicts", "mean reward (95%)", "pass@k")
 _STEPS = "steps graded"
 
@@ -263,7 +265,7 @@ def print_report(
 ) -> None:
     """Print the report of a job to standard output."""
     _print_table(view)
-    _print_faults(view)
+    print_faults(view)
     words = [f"{view.totals.done} of {view.n_trials} trials done"]
     if seconds is not None:
         words.append(f"in {seconds:.1f} s")
@@ -319,17 +321,23 @@ def means(summary: Summary) -> str:
     return "\n".join(rows) or "-"
 
 
-def _print_faults(view: JobView) -> None:
-    faults: Counter[tuple[str, str]] = Counter()
-    example: dict[tuple[str, str], tuple[str, str]] = {}
-    for row in view.trials:
-        if row.outcome is not None and row.outcome.fault is not None:
-            key = (row.outcome.fault.type, row.outcome.fault.blame)
-            faults[key] += 1
-            example.setdefault(key, (row.name, first_line(row.outcome.fault.message)))
-    for (type, blame), count in faults.most_common():
-        trial, message = example[type, blame]
-        click.secho(f"{count} × {type} (blame: {blame}), e.g. {trial}: {message}", fg="red")
+def print_faults(view: JobView, *, to_stderr: bool = False, ungraded: bool = False) -> None:
+    """Print the errors of trials with their hints, the most frequent first; of `ungraded`, those without a verdict."""
+    found = [(row.name, row.outcome) for row in view.trials if row.outcome is not None]
+    counts: Counter[tuple[str, str, str | None]] = Counter()
+    example: dict[tuple[str, str, str | None], tuple[str, str]] = {}
+    for name, outcome in found:
+        if (fault := outcome.fault) is not None and not (ungraded and outcome.rewards is not None):
+            key = (fault.type, fault.blame, fault.hint)
+            counts[key] += 1
+            example.setdefault(key, (name, first_line(fault.message)))
+    for key, count in counts.most_common(_FAULTS):
+        (type, blame, hint), (trial, message) = key, example[key]
+        click.secho(f"{count} × {type} (blame: {blame}), e.g. {trial}: {message}", fg="red", err=to_stderr)
+        if hint:
+            click.echo(f"      hint: {printable(hint)}", err=to_stderr)
+    if rest := sum(count for _, count in counts.most_common()[_FAULTS:]):
+        click.echo(f"{rest} more errors; see: pier job show --trials {view.directory}", err=to_stderr)
 
 
 def next_command(view: JobView, *, interrupted: bool = False) -> str | None:

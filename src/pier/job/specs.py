@@ -7,6 +7,7 @@ usual reason; trials keep their names, so that the two jobs can be compared.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 from collections.abc import Mapping
@@ -19,15 +20,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from pier.agent.contract import AGENTS, Agent, AgentRun, Launch, find_agent
 from pier.endpoint import Endpoint
-from pier.errors import AgentError, ImageError, JobError, TaskError, UsageError
+from pier.errors import AgentError, ImageError, JobError, PierError, TaskError, UsageError
 from pier.image.model import parse
 from pier.job.config import AgentConfig, EnvironmentConfig, JobConfig
 from pier.job.ledger import Ledger
 from pier.job.load import fill, job_secrets
 from pier.job.plan import Plan, PlannedTrial
+from pier.lease import Lease
 from pier.plugin import find, load
 from pier.redact import Redactor
-from pier.sandbox import BACKENDS
+from pier.sandbox import BACKENDS, open_backend
 from pier.sandbox.contract import Backend, Mount, OnOutput, Result, Sandbox
 from pier.task import Task, load_task
 from pier.task.load import Origin, describe
@@ -36,7 +38,7 @@ from pier.task.sources import check_out
 from pier.trial.agent import check_settings, make_agent, mcp_tables, sampling_of
 from pier.trial.collect import STATE, has_state, restore_state
 from pier.trial.images import ImageRequest
-from pier.trial.plan import agent_plan
+from pier.trial.plan import agent_plan, check_images, check_support, needs_support
 from pier.trial.result import MULTIPLIERS
 from pier.trial.spec import SandboxChoice, TrialSpec
 
@@ -100,7 +102,7 @@ class Specs:
         fill(dumped, env)
         self._plan = plan
         self._job_id = job_id
-        self._config = config
+        self._config, self._env = config, env
         self._task = lru_cache(64)(self._load_task)  # a plan goes through its tasks in order
         self._agents = [_agent(agent, env) for agent in config.agents]
         for settings in self._agents:
@@ -139,6 +141,31 @@ class Specs:
             secrets=self._secrets,
         )
         return load(REVIEW)(spec) if self._config.review else spec
+
+    def check_tasks(self) -> None:
+        """Refuse a job of which every task is refused for a reason that is known before anything starts."""
+        refused: PierError | None = None
+        for place in range(len(self._plan.tasks)):
+            try:
+                task = self._task(place)
+                if needs_support(task, self._sandbox):
+                    asyncio.run(self._check_support(task))
+                check_images(task, self._sandbox, self._env, verify=not self._config.verifier.disable)
+            except PierError as error:
+                refused = refused or error
+            else:
+                return
+        if refused is not None and (count := len(self._plan.tasks)) > 1:
+            message = f"none of the {count} tasks can run, the first because {refused.message}"
+            raise UsageError(message, hint=refused.hint, code=refused.code) from refused
+        if refused is not None:
+            raise refused
+
+    async def _check_support(self, task: Task) -> None:
+        environment = self._config.environment
+        with Lease(label="check") as lease:
+            async with open_backend(environment.backend, lease, environment.kwargs) as backend:
+                await check_support(task, backend, self._sandbox)
 
     def build_request(self, place: int) -> ImageRequest | None:
         """The image that has to be built for the agents of a task; None if there is nothing to build."""

@@ -16,8 +16,8 @@ from __future__ import annotations
 import re
 from collections import deque
 
-LIMIT = 64 * 1024
-"""The head of a message is never larger than this."""
+from pier.network.hello import LIMIT, Disagreement, Hellos
+
 _LONGEST_LINE = 4096
 """The line before a chunk, or a line of a trailer, is never longer than this."""
 
@@ -37,10 +37,6 @@ _NEVER_DROPPED = {b"host", b"content-length", b"transfer-encoding"}
 _CHUNKED = -1
 
 Fields = list[tuple[bytes, bytes]]
-
-
-class Disagreement(Exception):
-    """The client named another host than the one that it connected to, or hid which one it means."""
 
 
 class HttpBody:
@@ -285,7 +281,7 @@ def _answer_length(lines: bytes) -> int:
     return int(lengths[0])
 
 
-__all__ = ["Disagreement", "Sniffer", "server_name"]
+__all__ = ["Disagreement", "Sniffer"]
 
 _TEXT = rb"[^\x00-\x1f\x7f]"
 _LINE = re.compile(_TOKEN + rb"{1,32} " + _TEXT + rb"*\r?\n")
@@ -313,7 +309,7 @@ class Sniffer:
         self._name = name
         self._nameless_tls = nameless_tls
         self._held = b""
-        self._wanted = 1
+        self._tls: Hellos | None = None
         self._requests: Requests | None = None
         self._other: _Other | None = None
         self._first = _FirstAnswer()
@@ -327,8 +323,12 @@ class Sniffer:
             return self._requests.feed(data)
         if self._other is not None:
             return self._other.feed(data)
+        if self._tls is not None:
+            passed = self._tls.feed(data)
+            self._passes = self._tls.done
+            return passed
         self._held += data
-        return self._begin() if len(self._held) >= self._wanted else b""
+        return self._begin()
 
     def heard(self, data: bytes) -> bytes:
         """Take what the server sent, and return what of the client's may be passed on because of it. Raises
@@ -337,6 +337,10 @@ class Sniffer:
             return b""
         if self._requests is not None:
             return self._heard_http(self._requests, data)
+        if self._tls is not None:
+            freed = self._tls.heard(data)
+            self._passes = self._tls.done
+            return b"" if self._ended else freed
         if self._first.is_other(data):
             self._passes = True
             held, self._held = self._held, b""
@@ -358,14 +362,15 @@ class Sniffer:
     def end(self) -> bytes:
         """The client stops sending: return what may be passed on of what was held. Half a request is not."""
         self._ended = True
-        if self._passes or self._requests or self._other or self._held.startswith(b"\x16"):
+        if self._passes or self._requests or self._other or self._tls:
             return b""
         held, self._held = self._held, b""
         return _Other().feed(held)
 
     def _begin(self) -> bytes:
         if self._held.startswith(b"\x16"):
-            return self._hello()
+            self._tls = Hellos(self._check_name)
+            return self._tls.feed(self._held)
         if self._held.startswith(b"\r\n") or self._is_request():
             self._requests = Requests(self._name)
             return self._requests.feed(self._held)
@@ -383,21 +388,12 @@ class Sniffer:
         line = _LINE.match(self._held)
         return line is not None and _VERSION.search(line[0]) is not None
 
-    def _hello(self) -> bytes:
-        name = server_name(self._held)
-        if isinstance(name, int):
-            if name > LIMIT:
-                raise Disagreement("a TLS hello of more than 64 KiB")
-            self._wanted = name
-            return b""
+    def _check_name(self, name: str) -> None:
         if not name and not self._nameless_tls:
             raise Disagreement("TLS without a server name")
         # A client in Go (hey) adds the port to the name.
         if name and re.sub(r":\d{1,5}$", "", name).lower() != self._name:
             raise Disagreement(f"TLS server name {name}")
-        self._passes = True
-        held, self._held = self._held, b""
-        return held
 
 
 class _FirstAnswer:
@@ -441,58 +437,3 @@ class _Other:
 
 def _as_blank(found: re.Match[bytes]) -> bytes:
     return b"\n" if b"\n" in found[0] or b"\r" in found[0] else b" "
-
-
-def server_name(data: bytes | bytearray) -> str | int:
-    """The server name of a TLS client hello, empty if it names none; or how many bytes must be there to tell."""
-    hello = b""
-    at = 0
-    while True:
-        if len(data) < at + 5:
-            return at + 5
-        if data[at] != 0x16:
-            raise Disagreement("a malformed TLS hello")
-        size = int.from_bytes(data[at + 3 : at + 5], "big")
-        if len(data) < at + 5 + size:
-            return at + 5 + size
-        hello += data[at + 5 : at + 5 + size]
-        at += 5 + size
-        if len(hello) >= 4 and len(hello) >= 4 + int.from_bytes(hello[1:4], "big"):
-            break
-    try:
-        return _name_in_hello(hello[: 4 + int.from_bytes(hello[1:4], "big")])
-    except IndexError:
-        raise Disagreement("a malformed TLS hello") from None
-
-
-def _name_in_hello(hello: bytes) -> str:
-    if hello[0] != 1:
-        raise Disagreement("a malformed TLS hello")
-    at = 4 + 2 + 32
-    at += 1 + hello[at]
-    at += 2 + int.from_bytes(hello[at : at + 2], "big")
-    at += 1 + hello[at]
-    if at + 2 > len(hello):
-        return ""
-    end = at + 2 + int.from_bytes(hello[at : at + 2], "big")
-    if end != len(hello):
-        raise Disagreement("a malformed TLS hello")
-    at += 2
-    name = ""
-    while at + 4 <= end:
-        kind = int.from_bytes(hello[at : at + 2], "big")
-        size = int.from_bytes(hello[at + 2 : at + 4], "big")
-        if kind == 0:
-            if name or at + 4 + size > len(hello):
-                raise Disagreement("a malformed TLS server name")
-            name = _only_name(hello[at + 4 : at + 4 + size])
-        at += 4 + size
-    return name
-
-
-def _only_name(names: bytes) -> str:
-    """The host in the list of server names of a hello. Servers skip entries of other kinds than host names."""
-    size = len(names) - 5
-    if size < 1 or names[:5] != (size + 3).to_bytes(2, "big") + b"\0" + size.to_bytes(2, "big"):
-        raise Disagreement("a malformed TLS server name")
-    return names[5:].decode("latin-1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -37,6 +38,22 @@ class ImageRequest:
     @property
     def is_build(self) -> bool:
         return self.reference is None
+
+
+def refuse_host(request: ImageRequest) -> None:
+    """Raise the `TaskError` for a request that leads to this machine's root without the user's choice, as far as that
+    is known without resolving any image."""
+    if request.host:
+        return
+    if request.reference == HOST:
+        raise host_refusal(f"docker_image = {request.reference!r}")
+    if request.context is None:
+        return
+    from pier.image.build import find_host_base
+
+    with contextlib.suppress(ImageError, OSError):  # the build reports these
+        if where := find_host_base(request.context, request.dockerfile, dict(request.args), request.target):
+            raise host_refusal(where)
 
 
 Resolve = Callable[[ImageRequest, OnProgress], Awaitable[Image]]

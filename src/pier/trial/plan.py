@@ -21,7 +21,7 @@ from pier.sandbox.compose import MAIN, Compose, Service
 from pier.sandbox.contract import Backend, Capabilities, Limits
 from pier.task import Task, TaskStep, resolve_env
 from pier.task.model import Environment, normalise_host
-from pier.trial.images import ImageRequest
+from pier.trial.images import ImageRequest, refuse_host
 from pier.trial.record import TrialRecord
 from pier.trial.spec import SandboxChoice
 from pier.verifier.changes import ARTIFACTS, TESTS, VERIFIER_LOGS
@@ -52,6 +52,13 @@ async def check_support(task: Task, backend: Backend, choice: SandboxChoice) -> 
     if wanted_gpus(environment, choice) and not await backend.has_gpus():
         message = f"{task.name}: the backend {name!r} has no GPUs here"
         raise _refusal(message, "no_gpu", hint="pier doctor; run it without them: --override-gpus 0")
+
+
+def needs_support(task: Task, choice: SandboxChoice) -> bool:
+    """Whether a task asks for something that only some backends have."""
+    environment = task.config.environment
+    special = task.compose or environment.os != "linux" or environment.tpu
+    return bool(special or wanted_gpus(environment, choice))
 
 
 def wanted_gpus(table: Environment, choice: SandboxChoice) -> int:
@@ -122,6 +129,16 @@ def verifier_plan(
         request = ImageRequest(own.table.docker_image) if prebuilt else ImageRequest(context=own.context)
         plan = SandboxPlan(own.table, request, None)
     return _finished(task, plan, choice)
+
+
+def check_images(task: Task, choice: SandboxChoice, environ: Mapping[str, str], *, verify: bool) -> None:
+    """Refuse images that the task may not have or does not name, before any of them is fetched or built."""
+    separate = [index for index, step in enumerate(task.steps) if verify and step.verifier_mode == "separate"]
+    for plan in (agent_plan(task, choice, environ), *(verifier_plan(task, n, choice, environ) for n in separate)):
+        refuse_host(plan.image)
+        for service in plan.compose.services.values() if plan.compose else ():
+            if (request := service_request(service)) is not None and service.name != MAIN:
+                refuse_host(request)
 
 
 def disk_limit(table: Environment, choice: SandboxChoice) -> int | None:

@@ -9,8 +9,8 @@
 - `gateway`: pier itself failed.
 
 An agent must not be able to produce a `provider` fault, since such a trial gets no reward. Error texts may quote the
-request, so they are compared at their beginning only. A 403 or 404 to a request that refers to something other than
-the configured model (a stored file, another model) is the agent's.
+request, so they are compared at their beginning only. A 403, 404 or 409 to a request that refers to something other
+than the configured model (a stored file, another model) is the agent's.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from typing import Any, Literal
 
 Fault = Literal["agent", "rate_limit", "quota", "provider", "gateway"]
 
-_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529})
-_NO_ACCESS = frozenset({401, 403, 404, 405, 407, 408, 410, 425})
+_PASSING = frozenset({408, 409, 421, 425, 429, 499, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529})
+_NO_ACCESS = frozenset({401, 403, 404, 405, 407, 408, 409, 410, 421, 425, 499})
 _STATUS_OF = {
     **dict.fromkeys(("rate_limit_error", "rate_limit_exceeded", "resource_exhausted"), 429),
     **dict.fromkeys(("overloaded_error", "overloaded", "engine_overloaded"), 529),
     **dict.fromkeys(("unavailable", "service_unavailable"), 503),
+    **dict.fromkeys(("aborted", "conflict_error"), 409),
+    **dict.fromkeys(("cancelled",), 499),
     **dict.fromkeys(("deadline_exceeded", "timeout_error"), 504),
     **dict.fromkeys(("api_error", "server_error", "internal", "internal_error", "internal_server_error"), 500),
     **dict.fromkeys(("authentication_error", "unauthenticated", "invalid_api_key"), 401),
@@ -92,7 +94,7 @@ def classify(
         return Failure("quota", status) if daily else Failure("rate_limit", status, True, asked)
     if words & _ACCESS_WORDS or _ACCESS_TEXT.match(text):
         return Failure("provider", status)
-    if status in (403, 404) and (_is_moderation(error) or _is_elsewhere(error, request)):
+    if status in (403, 404, 409) and (_is_moderation(error) or _is_elsewhere(error, request)):
         return Failure("agent", status)
     if status >= 500 or status in _NO_ACCESS:
         return Failure("provider", status, status in _PASSING, asked)
