@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pier.errors import ImageError, PolicyError
-from pier.image.model import HOST, Image, OnProgress, host_refusal
+from pier.image.model import HOST, Image, OnProgress, host_image, host_refusal
 from pier.network.policy import NONE, PUBLIC, NetworkPolicy
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend, BuildOrder
-from pier.sandbox.opening import resolve_image
 from pier.task.load import tree_digest
 
 
@@ -145,27 +144,29 @@ def _file_key(context: Path, file: Path | None) -> str:
 
 
 def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
-    """Images that the backend has itself, else from pier's own store, else pulled; Dockerfiles are built in local
-    sandboxes, whose layers every backend can take, or by the backend if it is asked to or nothing else can."""
-    from pier.image.store import ImageStore
-
-    store = ImageStore()
+    """Images that the backend or pier's store has, else pulled ones. Dockerfiles are built in local sandboxes, whose
+    layers every backend accepts, or by the backend if it builds all images itself or no local sandbox can run."""
     builder = backend if backend.name == "local" else open_backend("local", backend.lease)
 
-    async def resolve(request: ImageRequest, tell: OnProgress) -> Image:
-        return await resolve_image(request.reference or "", backend, store, tell, for_task=not request.chosen)
+    async def resolve(request: ImageRequest, on_progress: OnProgress) -> Image:
+        reference = request.reference or ""
+        if reference == HOST:
+            return await backend.find_image(HOST) or host_image()
+        from pier.image.store import ImageStore
+        from pier.sandbox.opening import resolve_image
 
-    async def build(request: ImageRequest, key: str, tell: OnProgress) -> Image:
+        return await resolve_image(reference, backend, ImageStore(), on_progress, for_task=not request.chosen)
+
+    async def build(request: ImageRequest, key: str, on_progress: OnProgress) -> Image:
         from pier.image.build import build_image
+        from pier.image.store import ImageStore
         from pier.sandbox.opening import SandboxRunner, can_run
 
         assert request.context is not None
+        context, dockerfile, args, target = request.context, request.dockerfile, dict(request.args), request.target
         if backend.builder == "own" or (backend.builder == "either" and not await can_run(builder)):
-            return await backend.build_image(
-                BuildOrder(
-                    key, request.context, request.dockerfile, dict(request.args), request.target, request.network, tell
-                )
-            )
+            order = BuildOrder(key, context, dockerfile, args, target, request.network, on_progress)
+            return await backend.build_image(order)
         networks = (await builder.capabilities()).networks
         network = request.network or (PUBLIC if "public" in networks else NONE)
         if network.mode not in networks:
@@ -174,14 +175,14 @@ def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
                 hint="pier doctor",
             )
         return await build_image(
-            store,
-            request.context,
-            request.dockerfile,
-            build_args=dict(request.args),
+            ImageStore(),
+            context,
+            dockerfile,
+            build_args=args,
             runner=SandboxRunner(builder),
             network=network,
-            on_progress=tell,
-            target=request.target,
+            on_progress=on_progress,
+            target=target,
             host=request.host,
         )
 

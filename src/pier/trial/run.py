@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -302,7 +302,8 @@ class TrialRun:
         about = About(agent.name, self.result.agent_info.version, spec.agent.model_name, spec.name)
 
         async def keep_logs() -> None:
-            outcome.agent_result = await add_trajectory(logs, about, outcome.agent_result, record)
+            if (logs / RECORDING).is_file():
+                outcome.agent_result = await add_trajectory(logs, about, outcome.agent_result, record)
             if spec.recorded or spec.agent.direct:
                 await take_logs(sandbox, AGENT_LOGS, logs, record)
             if spec.agent.direct:
@@ -310,10 +311,11 @@ class TrialRun:
 
         async with finally_do(keep_logs):
             with self.clock.phase("agent") as outcome.agent_execution:
-                async with (
-                    self._model_session(agent, sandbox, logs, policy, step) as session,
-                    live_trajectory(logs, about, recorded=session is not None and spec.recorded),
-                ):
+                async with AsyncExitStack() as stack:
+                    opening = self._model_session(agent, sandbox, logs, policy, step)
+                    session = await stack.enter_async_context(opening)
+                    if session is not None and spec.recorded:
+                        await stack.enter_async_context(live_trajectory(logs, about))
                     if session is not None and session.served_by:
                         record.log(f"model {spec.agent.model_name}: {session.served_by}")
                     with record.output(logs / f"{agent.name}.txt") as output:

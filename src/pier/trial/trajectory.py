@@ -103,8 +103,6 @@ async def add_trajectory(
 
     A trajectory that cannot be derived is a warning: the recording is still there, and the verdict does not need it.
     """
-    if not (logs / RECORDING).is_file():
-        return result
     with captured() as failure:
         summary = await read_back(_derive, logs, about)
         if summary.path is None:
@@ -142,11 +140,8 @@ _pace = _Pace()
 
 
 @asynccontextmanager
-async def live_trajectory(logs: Path, about: About, *, recorded: bool) -> AsyncIterator[None]:
-    """Derive the trajectory now and then while the context lasts; none is under way when it is left."""
-    if not recorded:
-        yield
-        return
+async def live_trajectory(logs: Path, about: About) -> AsyncIterator[None]:
+    """Derive the trajectory now and then during the block; no derivation outlives it."""
     over = asyncio.Event()
     task = asyncio.create_task(_follow(logs, about, over))
     try:
