@@ -196,8 +196,8 @@ async def run_agent(agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: On
         return AgentError(f"the agent {agent.name!r} wrote more than its limit on disk", code="agent_disk")
     if result.exit_code and agent.exit_code_counts:
         tail = result.error_text.strip()[-500:]
-        message = f"the agent {agent.name!r} ended with exit code {result.exit_code}{': ' if tail else ''}{tail}"
-        return AgentError(message, code="agent_exit")
+        said = f": {tail}" if tail else ""
+        return AgentError(f"the agent {agent.name!r} ended with exit code {result.exit_code}{said}", code="agent_exit")
     return None
 
 

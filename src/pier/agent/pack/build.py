@@ -33,9 +33,9 @@ def named(template: str) -> str:
     return template.replace("{arch}", ARCHITECTURE)
 
 
-def pack_error(message: str, hint: str | None = None, *, retryable: bool = False) -> AgentError:
+def pack_error(message: str, hint: str | None = None) -> AgentError:
     """The error for a pack that cannot be built on this machine."""
-    return AgentError(message, code="pack", blame="infra", retryable=retryable, hint=hint)
+    return AgentError(message, code="pack", blame="infra", hint=hint)
 
 
 def _build_from_npm(spec: PackSpec, root: Path, scratch: Path) -> None:
@@ -73,7 +73,8 @@ def _run_tool(command: list[str], *, cwd: Path | None = None, env: dict[str, str
         raise pack_error(f"{command[0]} is needed to build this pack", f"install {command[0]}") from error
     if done.returncode != 0:
         tail = (done.stderr or done.stdout).strip()[-2000:]
-        raise pack_error(f"{' '.join(command[:3])} failed:\n{tail}", "try again", retryable=True)
+        message = f"{' '.join(command[:3])} failed:\n{tail}"
+        raise AgentError(message, code="pack", blame="infra", retryable=True, hint="try again")
     return done.stdout
 
 
