@@ -206,8 +206,9 @@ class TrialRun:
         """The agent's mounts. Its pack is built first if it is missing."""
         seconds = self._setup_seconds
         message = f"setting up the agent {agent.name!r} took longer than {seconds:g} s"
-        late = AgentError(message, code="agent_setup_timeout", blame="infra", retryable=True)
-        async with limit(seconds, lambda: late):
+        async with limit(
+            seconds, lambda: AgentError(message, code="agent_setup_timeout", blame="infra", retryable=True)
+        ):
             ready = await prepare_agent(agent, self.spec.agent, lambda line: self.record.report(line, self.on_progress))
         self._set_version(agent, ready.version)
         return ready.mounts

@@ -166,8 +166,11 @@ class _Tests(ABC):
         )
         logs = _Logs(sandbox, target, self.environment.record)
         deadline = None if seconds is None else seconds + _GRACE
-        too_long = VerifierError(f"the verifier took longer than {seconds or 0:g} s", code="verifier_timeout")
-        async with finally_do(logs.take_once), limit(deadline, lambda: too_long):
+        message = f"the verifier took longer than {seconds or 0:g} s"
+        async with (
+            finally_do(logs.take_once),
+            limit(deadline, lambda: VerifierError(message, code="verifier_timeout")),
+        ):
             with self.environment.record.output(logs.target / STDOUT) as output:
                 verdict = await run_tests(sandbox, plan, output, logs.take)
         graded.rewards = verdict.rewards
