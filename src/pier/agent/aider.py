@@ -30,8 +30,8 @@ QUIET = (
 
 
 class Aider(PackedAgent):
-    """Without git in the image it works without its map of the repository; with git it makes a
-    repository of a working directory that has none."""
+    """If the image has git, it creates a repository in a working directory without one; else it has no repository
+    map."""
 
     name = "aider"
     dialect = "chat"

@@ -1,4 +1,4 @@
-"""Claude Code, as one native program. Speaks Anthropic Messages; keeps its sessions below the agent's logs."""
+"""Claude Code, a native program. Speaks Anthropic Messages; keeps its sessions in the agent's logs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,9 @@ FLAGS = (
     AgentFlag("append_system_prompt", "--append-system-prompt"),
 )
 
-QUIET = {
-    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-    "DISABLE_TELEMETRY": "1",
-    "DISABLE_ERROR_REPORTING": "1",
-    "DISABLE_AUTOUPDATER": "1",
-}
-
 
 class ClaudeCode(PackedAgent):
-    """Plan mode is off unless `disallowed_tools` says otherwise: there is no user to approve a plan."""
+    """Plan mode is disallowed by default: there is no user to approve a plan."""
 
     name = "claude-code"
     skills = f"{CONFIG}/skills"
@@ -50,31 +43,26 @@ class ClaudeCode(PackedAgent):
 
     def launch(self, run: AgentRun) -> Launch:
         model = model_of(run)
+        denied = words(run.options, "disallowed_tools", ["EnterPlanMode"])
+        denied += ["WebSearch", "WebFetch"] if run.options.get("disable_web_search") else []
+        allowed = words(run.options, "allowed_tools")
         argv = [f"{PACK_PATH}/bin/claude", "--print", "--verbose", "--output-format", "stream-json"]
         argv += ["--permission-mode", str(run.options.get("permission_mode") or "bypassPermissions")]
         argv += ["--model", model] if model else []
         argv += flags(self.name, run.options, FLAGS)
-        argv += self._tools(run)
+        argv += ["--allowedTools", ",".join(allowed)] if allowed else []
+        argv += ["--disallowedTools", ",".join(denied)] if denied else []
         argv += ["--mcp-config", MCP] if run.mcp_servers else []
-        return Launch(argv, self._env(run, model), mcp_file(run, MCP), stdin=run.instruction.encode())
-
-    def _tools(self, run: AgentRun) -> list[str]:
-        denied = words(run.options, "disallowed_tools", ["EnterPlanMode"])
-        if run.options.get("disable_web_search"):
-            denied += ["WebSearch", "WebFetch"]
-        allowed = words(run.options, "allowed_tools")
-        return (["--allowedTools", ",".join(allowed)] if allowed else []) + (
-            ["--disallowedTools", ",".join(denied)] if denied else []
-        )
-
-    def _env(self, run: AgentRun, model: str) -> dict[str, str]:
         env = {
             "CLAUDE_CONFIG_DIR": CONFIG,
             "IS_SANDBOX": "1",
             "ENABLE_BACKGROUND_TASKS": "1",
             "FORCE_AUTO_BACKGROUND_TASKS": "1",
             "API_TIMEOUT_MS": str(CLIENT_TIMEOUT * 1000),
-            **QUIET,
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "DISABLE_TELEMETRY": "1",
+            "DISABLE_ERROR_REPORTING": "1",
+            "DISABLE_AUTOUPDATER": "1",
         }
         if run.endpoint:
             env |= {"ANTHROPIC_BASE_URL": run.endpoint.url, "ANTHROPIC_API_KEY": run.endpoint.key}
@@ -83,4 +71,4 @@ class ClaudeCode(PackedAgent):
             env |= dict.fromkeys(kinds, model)
         if run.options.get("max_thinking_tokens") is not None:
             env["MAX_THINKING_TOKENS"] = str(run.options["max_thinking_tokens"])
-        return env
+        return Launch(argv, env, mcp_file(run, MCP), stdin=run.instruction.encode())

@@ -1,4 +1,4 @@
-"""Cline's command line, as one native program. Speaks Chat Completions; its data is below the agent's logs."""
+"""Cline's command line, a native program. Speaks Chat Completions; its data is in the agent's logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAGS = (
 
 
 class Cline(PackedAgent):
-    """It leaves a daemon behind that dies with the sandbox. Its shell is `/bin/bash`, which the image must have."""
+    """It starts a daemon that runs until the sandbox ends. The image must have `/bin/bash`."""
 
     name = "cline"
     skills = SHARED_SKILLS
@@ -35,12 +35,8 @@ class Cline(PackedAgent):
         quiet = {"telemetryOptOut": True, "autoUpdateEnabled": False}
         files = [AgentFile.json(f"{HOME}/data/settings/global-settings.json", quiet)]
         if run.endpoint:
-            settings = {
-                "provider": PROVIDER,
-                "apiKey": run.endpoint.key,
-                "model": model,
-                "baseUrl": f"{run.endpoint.url}/v1",
-            }
+            settings = {"provider": PROVIDER, "apiKey": run.endpoint.key, "model": model}
+            settings["baseUrl"] = f"{run.endpoint.url}/v1"
             entry = {"settings": settings, "updatedAt": "2000-01-01T00:00:00.000Z", "tokenSource": "manual"}
             providers = {"version": 1, "lastUsedProvider": PROVIDER, "modes": {}, "providers": {PROVIDER: entry}}
             files.append(AgentFile.json(f"{HOME}/data/settings/providers.json", providers))

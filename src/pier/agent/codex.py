@@ -1,4 +1,4 @@
-"""OpenAI Codex, as one static program. Speaks the Responses API; its sessions are kept in the agent's logs."""
+"""OpenAI Codex, a static program. Speaks the Responses API; its sessions are kept in the agent's logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROVIDER = "pier"
 
 
 class Codex(PackedAgent):
-    """`config_toml` is merged over pier's own settings, so what the user sets there wins."""
+    """The option `config_toml` overrides pier's own settings."""
 
     name = "codex"
     skills = "~/.codex/skills"
@@ -38,10 +38,9 @@ class Codex(PackedAgent):
         model = str(run.options.get("command_model_name") or model_of(run))
         argv = [f"{PACK_PATH}/bin/codex", "exec", "--dangerously-bypass-approvals-and-sandbox"]
         argv += ["--skip-git-repo-check", "--json", *(["--model", model] if model else []), "-"]
-        env = {"CODEX_HOME": _home(run)}
-        if run.endpoint:
-            env["PIER_MODEL_KEY"] = run.endpoint.key
-        config = AgentFile(f"{_home(run)}/config.toml", toml(self._config(run)).encode())
+        home = f"{run.home.rstrip('/')}/.codex"
+        env = {"CODEX_HOME": home} | ({"PIER_MODEL_KEY": run.endpoint.key} if run.endpoint else {})
+        config = AgentFile(f"{home}/config.toml", toml(self._config(run)).encode())
         return Launch(argv, env, (config,), stdin=run.instruction.encode())
 
     def _config(self, run: AgentRun) -> dict[str, Any]:
@@ -73,10 +72,6 @@ class Codex(PackedAgent):
         except tomllib.TOMLDecodeError as error:
             raise UsageError(f"codex: config_toml is not TOML: {error}") from error
         return merged(config, own)
-
-
-def _home(run: AgentRun) -> str:
-    return f"{run.home.rstrip('/')}/.codex"
 
 
 def _mcp(server: McpServerTable) -> dict[str, Any]:

@@ -1,13 +1,12 @@
-"""Any program as an agent: one that is in the image, a script from this machine, or a directory mounted read-only.
+"""Any program as an agent: one of the image, a script from this machine, or a directory mounted read-only.
 
 Options:
-    command   a line for the shell, or a list that is an argv; `{instruction}`, `{model}` and `{workdir}` are filled in
-              in an argv
-    script    a file on this machine, put into the sandbox and run; `command` then is its arguments
-    mount     a directory on this machine, mounted at /opt/pier/agent, whose `bin` goes before the PATH
+    command   a shell command, or a list of arguments, in which `{instruction}`, `{model}` and `{workdir}` are replaced
+    script    a file on this machine that is copied into the sandbox and run with the arguments `command`
+    mount     a directory on this machine, mounted at /opt/pier/agent; its `bin` is first on PATH
 
-The program finds the instruction on its standard input and in the file `$PIER_INSTRUCTION_FILE`. With a model,
-`$PIER_MODEL` names it, and the variables that the common clients read hold its address and key.
+The program receives the instruction on standard input and in the file `$PIER_INSTRUCTION_FILE`. With a model,
+`$PIER_MODEL` is its name, and the variables of the common clients hold its address and key.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class CommandAgent(Agent):
             return ()
         source = Path(str(mount)).expanduser().resolve()
         if not source.is_dir():
-            raise UsageError(f"{source}: the option mount of the agent command must be a directory")
+            raise UsageError(f"{source}: invalid value for the option mount of the agent command: not a directory")
         return (Mount(PACK_PATH, source),)
 
     def launch(self, run: AgentRun) -> Launch:
@@ -55,8 +54,8 @@ class CommandAgent(Agent):
             command = str(command).lower()
         if isinstance(command, (list, tuple)):
             model = run.endpoint.model if run.endpoint else ""
-            words = {"{instruction}": run.instruction, "{model}": model, "{workdir}": run.workdir}
-            argv = [_fill(str(word), words) for word in command]
+            values = {"{instruction}": run.instruction, "{model}": model, "{workdir}": run.workdir}
+            argv = [_fill(str(word), values) for word in command]
         elif command is None or isinstance(command, str):
             argv = ["/bin/sh", "-c", command] if command else []
         else:
@@ -65,14 +64,13 @@ class CommandAgent(Agent):
             files.append(AgentFile(SCRIPT, _read(Path(str(script)).expanduser()), 0o755))
             return [SCRIPT, *(shlex.split(command) if isinstance(command, str) else argv)]
         if not argv:
-            raise UsageError(
-                "the agent `command` needs a command or a script to run", hint="--ak command='...' or --ak script=FILE"
-            )
+            message = "the agent `command` needs a command or a script to run"
+            raise UsageError(message, hint="--ak command='...' or --ak script=FILE")
         return argv
 
 
 def endpoint_variables(endpoint: Endpoint) -> dict[str, str]:
-    """The model's address and key under the names that clients of the four dialects read."""
+    """The model's address and key as the variables of common clients of the four dialects."""
     return {
         "PIER_MODEL": endpoint.model,
         "PIER_BASE_URL": endpoint.url,
@@ -86,8 +84,8 @@ def endpoint_variables(endpoint: Endpoint) -> dict[str, str]:
     }
 
 
-def _fill(word: str, words: Mapping[str, str]) -> str:
-    for name, value in words.items():
+def _fill(word: str, values: Mapping[str, str]) -> str:
+    for name, value in values.items():
         if name in word:
             return word.replace(name, value)
     return word
@@ -97,4 +95,4 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UsageError(f"{path}: the script of the agent command cannot be read: {error}") from error
+        raise UsageError(f"cannot read the script of the agent command, {path}: {error}") from error

@@ -1,8 +1,7 @@
-"""The contract between a trial and an agent: the inputs of an agent, the command it wants to run, and how that runs;
-and the agents by name, without importing any of them.
+"""The contract of agents: their inputs, the command that they run, and its execution; and the built-in agents by name.
 
-A command is asked to end shortly before its deadline and killed at it. One that ends by itself leaves what it started
-running, as a task that wants a server up asks for.
+A command receives a signal shortly before its deadline and is killed at it. If it ends earlier, the processes that it
+started keep running: a task may ask for a server.
 """
 
 from __future__ import annotations
@@ -26,27 +25,22 @@ if TYPE_CHECKING:
     from pier.task.model import McpServerTable
 
 GRACE = 10.0
-"""At most how many seconds before its deadline an agent is asked to end."""
+"""Seconds between the signal and the deadline, at most."""
 SHARE = 0.05
-"""The part of its time that this may be."""
-
+"""Maximum of the same, as a share of the agent's time."""
 
 PACK_PATH = "/opt/pier/agent"
-"""Where an agent's pack is mounted, read-only, in every sandbox on every backend."""
+"""Mount point of an agent's pack in every sandbox, read-only."""
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 AGENT_LOGS = "/logs/agent"
-"""Where an agent keeps its own logs; collected into the trial's `agent/` directory."""
-
-
-def _ignore(text: str) -> None:
-    """Discard a note."""
+"""Directory of the agent's own logs, which the trial's `agent/` directory collects."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """The inputs of one run of an agent. `seconds` is its time; `options` are its kwargs as the user gave them."""
+    """The inputs of one run of an agent. `seconds` is its time limit; `options` are the user's kwargs."""
 
     instruction: str
     workdir: str
@@ -56,24 +50,24 @@ class AgentRun:
     env: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     mcp_servers: tuple[McpServerTable, ...] = ()
-    """With their headers filled in."""
+    """MCP servers, with templates in their headers filled in."""
     skills_dir: str | None = None
     seconds: float | None = None
     outside: Endpoint | None = None
-    """The same model for a caller outside the sandbox; only for agents that declare `outside`."""
+    """The model's endpoint outside the sandbox, for agents that declare `outside`."""
     solution: Path | None = None
-    """The task's solution directory on the host; only the agent `oracle` may look at it."""
+    """The task's solution directory on the host; only set for the agent `oracle`."""
     budget: Mapping[str, float] = field(default_factory=dict)
     """The limits of its model session, by name."""
-    warn: Callable[[str], None] = _ignore
-    """Receives warnings about a run, which the result lists."""
+    warn: Callable[[str], None] = lambda _: None
+    """Receives warnings for the trial's result."""
 
     def limits(self) -> dict[str, str]:
-        """Variables with the agent's remaining time and its limits."""
-        found = {f"PIER_MAX_{name.upper()}": f"{value:.12g}" for name, value in self.budget.items()}
+        """Variables with the agent's remaining time and its budget."""
+        env = {f"PIER_MAX_{name.upper()}": f"{value:.12g}" for name, value in self.budget.items()}
         if self.seconds is not None:
-            found |= {"PIER_SECONDS": str(int(self.seconds)), "PIER_DEADLINE": str(int(time.time() + self.seconds))}
-        return found
+            env |= {"PIER_SECONDS": str(int(self.seconds)), "PIER_DEADLINE": str(int(time.time() + self.seconds))}
+        return env
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +80,13 @@ class AgentFile:
 
     @classmethod
     def json(cls, path: str, value: Any) -> AgentFile:
-        """A file that holds `value` as JSON."""
+        """A file with `value` as JSON."""
         return cls(path, json.dumps(value, indent=2).encode())
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The command to run: an argv, the variables it needs in addition to the sandbox's, and files to write first."""
+    """The command of a run: its argv, its variables in addition to the sandbox's, and files to write first."""
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -102,7 +96,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class PackSpec:
-    """The package that a pack is built from. `source` is `npm` or `pypi`; `version` None means the newest."""
+    """The package that a pack is built from. `source` is `npm` or `pypi`; `version` None is the newest."""
 
     source: str
     package: str
@@ -110,47 +104,47 @@ class PackSpec:
     extras: tuple[str, ...] = ()
     """Packages to install with it."""
     program: str = ""
-    """npm: the one native file below `node_modules` that is the whole agent, with `{arch}` for npm's architecture."""
+    """npm: path below `node_modules` of an agent that is a single native file, with `{arch}` for npm's architecture."""
     pythons: tuple[str, ...] = ("3.12", "3.13", "3.11")
-    """pypi: versions of Python that it runs on, the preferred one first."""
+    """pypi: supported versions of Python, the preferred one first."""
 
 
 class Agent(ABC):
-    """One agent. Subclasses say how to start it; the base class starts it."""
+    """An agent. Subclasses define its command; the base class runs it."""
 
     name: ClassVar[str]
     pack: ClassVar[PackSpec | None] = None
     version: str | None = None
-    """Its version if it comes in no pack; None for agents of pier's own."""
+    """The version of an agent without a pack; None for pier's own agents."""
     dialect: ClassVar[str | None] = None
-    """The wire dialect it speaks (`chat`, `responses`, `anthropic`, `gemini`); None for agents without a model."""
+    """Its wire dialect (`chat`, `responses`, `anthropic`, `gemini`); None for agents without a model."""
     hosts: ClassVar[tuple[str, ...]] = ()
-    """Hosts that it needs beyond the gateway; usually none."""
+    """Hosts that it needs in addition to the gateway; usually none."""
     options: ClassVar[tuple[str, ...]] = ()
-    """The names of the options it takes; others are refused by name."""
+    """Names of its options; others are refused."""
     outside: ClassVar[bool] = False
     """Whether it calls its model from outside the sandbox."""
     direct: ClassVar[bool] = False
-    """Whether it may call its provider itself: it knows where that is, and pier reads the log that it keeps."""
+    """Whether it supports --direct: it can call its provider itself, and pier can read its session log."""
     exit_code_counts: ClassVar[bool] = True
-    """Whether an exit code other than 0 is the agent's failure; the trial is graded either way."""
+    """Whether an exit code other than 0 is the agent's failure. The trial is graded either way."""
     soft_stop: ClassVar[int] = signal.SIGTERM
-    """The signal that asks it to end, shortly before its deadline."""
+    """The signal that it receives shortly before its deadline."""
 
     def reach(self, options: Mapping[str, Any], env: Mapping[str, str], *, direct: bool) -> tuple[str, ...]:
-        """The hosts that it needs with these options and variables; `direct` if no gateway stands before its model."""
+        """The hosts that it needs with these options and variables; with `direct` it calls its provider itself."""
         return self.hosts
 
     def mounts(self, options: Mapping[str, Any]) -> tuple[Mount, ...]:
-        """The mounts that these options need in addition to the pack."""
+        """Mounts for these options, in addition to the pack."""
         return ()
 
     @abstractmethod
     def launch(self, run: AgentRun) -> Launch:
-        """The command for this run. Pure: touches nothing."""
+        """Return the command of a run. Has no side effects."""
 
     async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
-        """Write the files, run the command to its end or deadline, and give its result."""
+        """Write the files and run the command to its end or deadline."""
         launch = self.launch(run)
         for file in launch.files:
             await sandbox.write_file(file.path, file.data, mode=file.mode, owner=run.user)
@@ -160,7 +154,7 @@ class Agent(ABC):
     async def execute(
         self, sandbox: Sandbox, run: AgentRun, launch: Launch, env: Mapping[str, str], on_output: OnOutput | None
     ) -> Result:
-        """Run the command to its end or its deadline; a deadline is reported in the result. A cancel kills its tree."""
+        """Run the command to its end or deadline, which sets `timed_out`. A cancellation kills its process tree."""
         process = await sandbox.spawn(
             list(launch.argv),
             cwd=run.workdir,
@@ -226,33 +220,31 @@ AGENTS: dict[str, str] = {
 
 
 def find_agent(name: str) -> type[Agent]:
-    """The class of the agent called `name`: built in, by entry point (`pier.agents`) or `module:Class`. With a version
-    (`name@version`) it comes in a pack of that version."""
+    """The class of an agent: built in, from an entry point (`pier.agents`) or `module:Class`. `name@version` selects
+    the version of its pack."""
     plain, _, version = name.partition("@")
-    found = find("agent", plain, AGENTS)
-    if not (isinstance(found, type) and issubclass(found, Agent)):
+    kind = find("agent", plain, AGENTS)
+    if not (isinstance(kind, type) and issubclass(kind, Agent)):
         from pier.agent.harbor import adapt, is_harbor_agent
 
-        found = adapt(found) if is_harbor_agent(found) else found
-    if not (isinstance(found, type) and issubclass(found, Agent)):
-        raise UsageError(
-            f"{name!r} is not an agent: expected a subclass of pier.agent.contract.Agent or of Harbor's BaseAgent",
-            code="plugin",
-        )
+        if not is_harbor_agent(kind):
+            message = f"{name!r} is not an agent: expected a subclass of pier.agent.contract.Agent or Harbor's"
+            raise UsageError(message, code="plugin")
+        kind = adapt(kind)
     if not version:
-        return found
-    if found.pack is None:
+        return kind
+    if kind.pack is None:
         raise UsageError(f"cannot choose a version of the agent {plain!r}: it has no pack", hint=f"-a {plain}")
-    return type(found.__name__, (found,), {"pack": replace(found.pack, version=version)})
+    return type(kind.__name__, (kind,), {"pack": replace(kind.pack, version=version)})
 
 
 def pack_spec(name: str) -> PackSpec | None:
-    """The package of the pack of `name` or `name@version`; None for agents without a pack."""
+    """The pack of the agent `name` or `name@version`, if it has one."""
     return find_agent(name).pack
 
 
 def resolved(name: str) -> str:
-    """The name of an agent with the version that `latest` is now; other names as they are. Asks the registry."""
+    """The name of an agent, with `@latest` replaced by the newest version in the registry."""
     plain, _, version = name.rpartition("@")
     if not plain or version != "latest":
         return name
@@ -264,12 +256,12 @@ def resolved(name: str) -> str:
 
 
 def agent_names() -> list[str]:
-    """All names that `find_agent` takes, in addition to `module:Class`."""
+    """The names of built-in agents and entry points."""
     return names("agent", AGENTS)
 
 
 def check_options(agent: type[Agent], options: Mapping[str, Any]) -> None:
-    """Refuse options that the agent does not take, by name."""
+    """Raise `UsageError` for an option that the agent does not have."""
     for name in options:
         if name not in agent.options:
             near = nearest(name, agent.options)

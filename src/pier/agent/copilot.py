@@ -1,4 +1,4 @@
-"""GitHub Copilot's command line, offline, on any model. Speaks Chat Completions unless the user picks another."""
+"""GitHub Copilot's command line, offline, with any model. Speaks Chat Completions by default."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FLAGS = (AgentFlag("reasoning_effort", "--effort", ("low", "medium", "high", "xh
 
 
 class Copilot(PackedAgent):
-    """It unpacks itself into a cache on its first start and wants certificates even for plain HTTP."""
+    """It unpacks itself into a cache on its first start, and needs certificates even for plain HTTP."""
 
     name = "copilot"
     skills = f"{HOME}/skills"
@@ -22,8 +22,7 @@ class Copilot(PackedAgent):
     def launch(self, run: AgentRun) -> Launch:
         argv = [f"{PACK_PATH}/bin/copilot", "--allow-all-tools", "--output-format", "json"]
         argv += flags(self.name, run.options, FLAGS)
-        if run.options.get("disable_web_search"):
-            argv += ["--deny-tool", "web_fetch"]
+        argv += ["--deny-tool", "web_fetch"] if run.options.get("disable_web_search") else []
         env = {
             "COPILOT_HOME": HOME,
             "COPILOT_CACHE_HOME": "/tmp/copilot-cache",

@@ -1,4 +1,4 @@
-"""Gemini CLI on the pack's node. Speaks the Gemini API; its home is below the agent's logs."""
+"""Gemini CLI on the pack's node. Speaks the Gemini API; its home is in the agent's logs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ ENTRY = f"{PACK_PATH}/node_modules/@google/gemini-cli/bundle/gemini.js"
 
 
 class GeminiCli(PackedAgent):
-    """The model is always named on the command line, so its router never asks another model which one to take. Plan
-    mode is off unless `disallowed_tools` says otherwise."""
+    """`--model` keeps its router from asking another model to choose one. Plan mode is disallowed by default."""
 
     name = "gemini-cli"
     skills = f"{HOME}/.gemini/skills"
@@ -28,11 +27,7 @@ class GeminiCli(PackedAgent):
         model = bare(model_of(run))
         argv = [f"{PACK_PATH}/bin/node", ENTRY, "--yolo", "--output-format", "stream-json"]
         argv += ["--model", model] if model else []
-        env = {
-            "GEMINI_CLI_HOME": HOME,
-            "GEMINI_CLI_NO_RELAUNCH": "true",
-            "GEMINI_CLI_TRUST_WORKSPACE": "true",
-        }
+        env = {"GEMINI_CLI_HOME": HOME, "GEMINI_CLI_NO_RELAUNCH": "true", "GEMINI_CLI_TRUST_WORKSPACE": "true"}
         if run.endpoint:
             env |= {"GEMINI_API_KEY": run.endpoint.key, "GOOGLE_GEMINI_BASE_URL": run.endpoint.url}
         settings = AgentFile.json(f"{HOME}/.gemini/settings.json", self._settings(run, model))
@@ -51,8 +46,7 @@ class GeminiCli(PackedAgent):
         denied = words(run.options, "disallowed_tools", ["enter_plan_mode"])
         denied += ["google_web_search", "web_fetch"] if run.options.get("disable_web_search") else []
         settings["tools"] = {"exclude": denied}
-        effort = choice(self.name, run.options, "reasoning_effort", ("minimal", "low", "medium", "high"))
-        if effort:
+        if effort := choice(self.name, run.options, "reasoning_effort", ("minimal", "low", "medium", "high")):
             thinking = {"thinkingLevel": effort.upper(), "includeThoughts": True}
             config = {"generateContentConfig": {"thinkingConfig": thinking}}
             settings["modelConfigs"] = {"customOverrides": [{"match": {"model": model}, "modelConfig": config}]}
@@ -60,11 +54,10 @@ class GeminiCli(PackedAgent):
 
 
 def trusted_mcp(run: AgentRun) -> dict[str, dict[str, Any]]:
-    """The MCP servers as the settings of Gemini CLI and of its descendants name them."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, server in mcp_servers(run).items():
-        kind = server.pop("type")
-        if kind == "http":
+    """The MCP servers in the settings of Gemini CLI and its forks."""
+    servers = mcp_servers(run)
+    for server in servers.values():
+        if server.pop("type") == "http":
             server["httpUrl"] = server.pop("url")
-        found[name] = {**server, "trust": True}
-    return found
+        server["trust"] = True
+    return servers

@@ -1,4 +1,4 @@
-"""Goose, as one native program. Speaks Chat Completions, or Anthropic Messages if asked; its files are in the logs."""
+"""Goose, a native program. Speaks Chat Completions or Anthropic Messages; its files are in the agent's logs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HOME = f"{AGENT_LOGS}/goose"
 
 
 class Goose(PackedAgent):
-    """MCP servers are given as extensions. It refuses to start without certificates, even for plain HTTP."""
+    """MCP servers are its extensions. It needs certificates even for plain HTTP."""
 
     name = "goose"
     skills = SHARED_SKILLS
@@ -32,7 +32,7 @@ class Goose(PackedAgent):
             else:
                 argv += ["--with-streamable-http-extension", server.url or ""]
                 if server.headers:
-                    run.warn(f"goose takes no headers for MCP servers on its command line: {server.name}")
+                    run.warn(f"goose does not support headers of MCP servers: {server.name}")
         return Launch([*argv, "--instructions", "-"], self._env(run), stdin=run.instruction.encode())
 
     def _env(self, run: AgentRun) -> dict[str, str]:

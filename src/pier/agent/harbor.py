@@ -1,8 +1,8 @@
-"""Runs agents that are written against Harbor's interface: `setup(environment)`, then `run(instruction, ...)`.
+"""Runs agents that are written for Harbor's interface: `setup(environment)`, then `run(instruction, ...)`.
 
-The sandbox is shown to them as the part of Harbor's environment that agents use, by shape and not by type; so their
-package is needed only where they need it themselves. Agents that call their model from outside the sandbox get the
-gateway's address on this machine, those that start a program inside get the one in the sandbox, by variables.
+`SandboxEnvironment` has the methods of Harbor's environment that agents call, so Harbor itself is only needed by agents
+that import it. Agents that call their model from outside the sandbox get the gateway's address on this machine; others
+get variables with its address in the sandbox.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _OURS = frozenset(
 
 
 def is_harbor_agent(kind: Any) -> bool:
-    """Whether a class looks like an agent of Harbor's."""
+    """Whether a class has the methods of Harbor's agents."""
     return isinstance(kind, type) and all(callable(getattr(kind, name, None)) for name in ("setup", "run", "name"))
 
 
 def adapt(kind: type) -> type[Agent]:
-    """The class of a Harbor agent as one of pier's."""
-    name: Any = getattr(kind, "name")  # noqa: B009 - a class of another package, known by its shape only
+    """A subclass of `Agent` that runs a Harbor agent."""
+    name: Any = getattr(kind, "name")  # noqa: B009 - a class of another package, without a known type
     parts = {"name": name(), "kind": kind, "options": option_names(kind), "version": version_of(kind)}
     return type(kind.__name__, (HarborAgent,), parts)
 
 
 def version_of(kind: type) -> str | None:
-    """The version of the package that a class comes from; None if it comes from none."""
+    """The version of the package of a class, if it is in one."""
     try:
         return metadata.version(kind.__module__.partition(".")[0])
     except metadata.PackageNotFoundError:
@@ -52,13 +52,13 @@ def version_of(kind: type) -> str | None:
 
 
 def option_names(kind: type) -> tuple[str, ...]:
-    """The options of a Harbor agent: what its constructors take, and the fields of its options model."""
+    """The options of a Harbor agent: the parameters of its constructors and the fields of its options model."""
     fields = getattr(getattr(kind, "options_model", None), "model_fields", ())
     return tuple(name for name in (*_parameters(kind), *fields) if name not in _OURS)
 
 
 def _parameters(kind: type) -> dict[str, None]:
-    """The names that the constructors of a class and of its bases take."""
+    """The parameters of the constructors of a class and its bases."""
     names: dict[str, None] = {}
     for base in kind.__mro__[:-1]:
         if "__init__" in vars(base):
@@ -67,11 +67,11 @@ def _parameters(kind: type) -> dict[str, None]:
 
 
 class HarborAgent(Agent):
-    """The adapter; `adapt` fills in the class that it drives."""
+    """Runs the Harbor agent `kind`, which `adapt` sets."""
 
     kind: type
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """Options that are set unless the user sets them."""
+    """Default values of options."""
     dialect = "chat"
     outside = True
 
@@ -86,15 +86,12 @@ class HarborAgent(Agent):
             except TimeoutError:
                 return Result(137, timed_out=True)
             finally:
-                await self._keep(sandbox, Path(logs), run)
+                try:
+                    await sandbox.upload(Path(logs), AGENT_LOGS, owner=run.user)
+                except PathError as error:
+                    message = f"cannot copy the logs of the agent {self.name!r}: {error}"
+                    raise AgentError(message, code=error.code) from error
         return Result(0)
-
-    async def _keep(self, sandbox: Sandbox, logs: Path, run: AgentRun) -> None:
-        """Put what the agent logged where all agents log, unless it has put something else there."""
-        try:
-            await sandbox.upload(logs, AGENT_LOGS, owner=run.user)
-        except PathError as error:
-            raise AgentError(f"the agent {self.name!r} left no place for its logs: {error}", code=error.code) from error
 
     async def _drive(self, environment: SandboxEnvironment, run: AgentRun, logs: Path) -> None:
         try:
@@ -112,25 +109,25 @@ class HarborAgent(Agent):
     def _arguments(self, run: AgentRun, logs: Path) -> dict[str, Any]:
         accepted = _parameters(self.kind)
         model = run.endpoint.model if run.endpoint else run.options.get("model_name")
-        calls_from = run.outside if "api_base" in accepted else run.endpoint
-        given: dict[str, Any] = {
+        endpoint = run.outside if "api_base" in accepted else run.endpoint
+        arguments: dict[str, Any] = {
             "logs_dir": logs,
             "model_name": f"openai/{model}" if run.endpoint else model,
             "logger": logging.getLogger(f"pier.harbor.{self.name}"),
-            "extra_env": {**run.limits(), **_variables(calls_from), **run.env},
+            "extra_env": {**run.limits(), **_variables(endpoint), **run.env},
             "mcp_servers": list(run.mcp_servers),
             "skills_dir": run.skills_dir,
         }
         if run.outside:
-            given["api_base"] = f"{run.outside.url}/v1"
-            given["api_key"] = run.outside.key
-            given["llm_call_kwargs"] = {"api_key": run.outside.key}
-        taken = {name: value for name, value in {**given, **self.defaults}.items() if name in accepted}
-        return merged(taken, run.options)
+            arguments["api_base"] = f"{run.outside.url}/v1"
+            arguments["api_key"] = run.outside.key
+            arguments["llm_call_kwargs"] = {"api_key": run.outside.key}
+        arguments |= self.defaults
+        return merged({name: value for name, value in arguments.items() if name in accepted}, run.options)
 
 
 def _variables(endpoint: Endpoint | None) -> dict[str, str]:
-    """The gateway by the variables that agents read: inside the sandbox, or outside for one that takes `api_base`."""
+    """The gateway's address and key in the variables that agents read."""
     if endpoint is None:
         return {}
     bases = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE", "LLM_BASE_URL"), f"{endpoint.url}/v1")
@@ -140,7 +137,7 @@ def _variables(endpoint: Endpoint | None) -> dict[str, str]:
 
 
 def _context() -> Any:
-    """Harbor's own context if Harbor is here, else one that takes whatever is set on it."""
+    """Harbor's own context if Harbor is installed, else a stand-in."""
     try:
         from harbor.models.agent.context import AgentContext  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -150,7 +147,7 @@ def _context() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """How a command ended, in Harbor's words."""
+    """Harbor's result of a command."""
 
     stdout: str
     stderr: str
@@ -158,7 +155,7 @@ class ExecResult:
 
 
 class SandboxEnvironment:
-    """A sandbox with the methods of Harbor's environment that agents call."""
+    """A sandbox with the methods of Harbor's environment."""
 
     def __init__(self, sandbox: Sandbox, run: AgentRun, logs: Path, on_output: OnOutput | None = None) -> None:
         self._sandbox, self._run, self._on_output = sandbox, run, on_output
@@ -175,13 +172,11 @@ class SandboxEnvironment:
         timeout_sec: float | None = None,
         user: str | int | None = None,
     ) -> ExecResult:
-        """Run a command in bash."""
-        who = self.default_user if user is None else str(user)
         done = await self._sandbox.exec(
             ["bash", "-c", command],
             cwd=cwd or self._run.workdir,
             env={**self._scoped, **(env or {})},
-            user=who,
+            user=self.default_user if user is None else str(user),
             timeout=timeout_sec,
         )
         if self._on_output is not None and (shown := self._on_output("stdout", done.stdout)) is not None:
@@ -202,7 +197,8 @@ class SandboxEnvironment:
         await self._download(source_dir, Path(target_dir))
 
     async def _download(self, source: str, target: Path) -> None:
-        """Harbor's agents follow links in what they downloaded, and its links lead into the sandbox: none is kept."""
+        """Download without links: they point into the sandbox, and Harbor's agents would follow them on this
+        machine."""
         await self._sandbox.download(str(source), target)
         await asyncio.to_thread(drop_links, target)
 

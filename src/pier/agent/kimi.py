@@ -1,4 +1,4 @@
-"""Kimi Code on the pack's node. Speaks any of the four dialects; Chat Completions unless the user picks another."""
+"""Kimi Code on the pack's node. Speaks any of the four dialects, Chat Completions by default."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ TYPES = {
 
 
 class Kimi(PackedAgent):
-    """Its model is set by variables alone; MCP servers go into a file of its home."""
-
     name = "kimi"
     skills = f"{HOME}/skills"
     dialect = "chat"

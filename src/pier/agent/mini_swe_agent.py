@@ -1,4 +1,4 @@
-"""mini-swe-agent on the pack's Python. The model's provider decides the dialect, as its own adapters do."""
+"""mini-swe-agent on the pack's Python. The model's provider determines the dialect, as in its own adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRAJECTORY = f"{AGENT_LOGS}/mini-swe-agent.trajectory.json"
 
 
 class MiniSweAgent(PackedAgent):
-    """`config_yaml` is merged over pier's own configuration and the agent's `mini.yaml`; the user's wins."""
+    """The option `config_yaml` overrides pier's own configuration, which overrides the agent's `mini.yaml`."""
 
     name = "mini-swe-agent"
     dialect = "chat"
@@ -44,7 +44,7 @@ class MiniSweAgent(PackedAgent):
             "MSWEA_SILENT_STARTUP": "1",
             "MSWEA_COST_TRACKING": "ignore_errors",
             "MSWEA_GLOBAL_CONFIG_DIR": HOME,
-            # The gateway waits out faults that pass; ten attempts at a used-up budget would take seven minutes.
+            # The gateway retries transient faults; ten attempts after the end of a budget would take seven minutes.
             "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "3",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }
@@ -61,18 +61,15 @@ class MiniSweAgent(PackedAgent):
         if options.get("max_tokens"):
             settings["max_tokens"] = int(options["max_tokens"])
         model = self._model(run, settings)
-        if options.get("set_cache_control"):
-            model["set_cache_control"] = options["set_cache_control"]
-        if options.get("model_class"):
-            model["model_class"] = options["model_class"]
+        model |= {name: options[name] for name in ("set_cache_control", "model_class") if options.get(name)}
         agent: dict[str, Any] = {"cost_limit": float(options.get("cost_limit") or 0)}
         if options.get("max_turns"):
             agent["step_limit"] = int(options["max_turns"])
         config = {"run": {"task": run.instruction}, "agent": agent, "model": model}
-        return merged(config, _own(options.get("config_yaml")))
+        return merged(config, _user_config(options.get("config_yaml")))
 
     def _model(self, run: AgentRun, settings: dict[str, Any]) -> dict[str, Any]:
-        """OpenAI's models over Responses, Anthropic's over Messages, all others over Chat Completions."""
+        """The model's settings: Responses for OpenAI's models, Messages for Anthropic's, else Chat Completions."""
         name = model_of(run)
         model: dict[str, Any] = {"model_name": name, "model_kwargs": settings}
         if name.startswith("openai/"):
@@ -87,15 +84,15 @@ class MiniSweAgent(PackedAgent):
         return model
 
 
-def _own(text: Any) -> dict[str, Any]:
+def _user_config(text: Any) -> dict[str, Any]:
     import yaml
 
     if not text:
         return {}
     try:
-        found = yaml.safe_load(text) if isinstance(text, str) else text
+        config = yaml.safe_load(text) if isinstance(text, str) else text
     except yaml.YAMLError as error:
         raise UsageError(f"mini-swe-agent: config_yaml is not YAML: {error}") from error
-    if not isinstance(found, dict):
-        raise UsageError("mini-swe-agent: config_yaml must be a mapping")
-    return found
+    if not isinstance(config, dict):
+        raise UsageError("mini-swe-agent: invalid value for config_yaml: expected a mapping")
+    return config

@@ -1,4 +1,4 @@
-"""OpenCode, as one native program. Speaks any of the four dialects; Chat Completions unless the user picks another."""
+"""OpenCode, a native program. Speaks any of the four dialects, Chat Completions by default."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SDKS = {
     "responses": ("@ai-sdk/openai", "/v1"),
     "gemini": ("@ai-sdk/google", "/v1beta"),
 }
-"""For each dialect the client that OpenCode has built in, and the path that it wants in a base URL."""
+"""OpenCode's built-in client for each dialect, and the path of its base URL."""
 
 
 class OpenCode(PackedAgent):
-    """`opencode_config` is merged over pier's own configuration, so what the user sets there wins."""
+    """The option `opencode_config` overrides pier's own configuration."""
 
     name = "opencode"
     skills = "~/.config/opencode/skills"

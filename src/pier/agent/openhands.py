@@ -9,7 +9,7 @@ HOME = f"{AGENT_LOGS}/openhands"
 
 
 class OpenHands(PackedAgent):
-    """It clones a public repository of extensions before its first call; git is configured to fail on it at once."""
+    """It clones a public repository of extensions before its first call; git is configured to fail at once."""
 
     name = "openhands"
     skills = SHARED_SKILLS

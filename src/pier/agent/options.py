@@ -1,8 +1,7 @@
 """Options that a user sets on an agent (`--ak name=value`, `kwargs` in a job file): as flags, and as hosts to allow.
 
-An invalid value is an error that lists what is allowed; unknown names are refused by the registry. A URL in an agent's
-options or variables is meant to be called, so its host is allowed without another setting. Only settings that name an
-endpoint count; a link in a prompt opens nothing.
+The host of an endpoint in an agent's options or variables is allowed without another setting. Only settings that name
+an endpoint count, not a link in a prompt.
 """
 
 from __future__ import annotations
@@ -29,30 +28,29 @@ class AgentFlag:
 
 
 def flags(agent: str, options: Mapping[str, Any], table: Sequence[AgentFlag]) -> list[str]:
-    """The command line of those options of the table that are set. True is a bare flag; None and False are none."""
-    found: list[str] = []
+    """The flags of the options that are set: True is a flag without a value, False and None are left out."""
+    argv: list[str] = []
     for row in table:
         value = options.get(row.option)
-        if value is None or value is False:
-            continue
-        text = "" if value is True else choice(agent, options, row.option, row.choices)
-        found += [row.flag] if value is True else [row.flag, text]
-    return found
+        if value is True:
+            argv.append(row.flag)
+        elif value is not None and value is not False:
+            argv += [row.flag, choice(agent, options, row.option, row.choices)]
+    return argv
 
 
 def choice(agent: str, options: Mapping[str, Any], name: str, choices: Sequence[str] = (), default: str = "") -> str:
-    """The option as text, one of `choices` if there are any."""
+    """An option as text. `UsageError` if it is not one of `choices`."""
     value = options.get(name)
     text = default if value is None else str(value)
     if choices and text and text not in choices:
-        raise UsageError(
-            f"{agent}: {name} is {text!r}; it may be {', '.join(choices)}", hint=f"--ak {name}={choices[0]}"
-        )
+        message = f"{agent}: invalid value {text!r} for {name}: expected one of {', '.join(choices)}"
+        raise UsageError(message, hint=f"--ak {name}={choices[0]}")
     return text
 
 
 def words(options: Mapping[str, Any], name: str, default: Sequence[str] = ()) -> list[str]:
-    """An option that is a list, or words split at commas and blanks."""
+    """An option that is a list, or text separated by commas and blanks."""
     value = options.get(name)
     if value is None:
         return list(default)
@@ -68,12 +66,12 @@ def mapping(agent: str, options: Mapping[str, Any], name: str) -> dict[str, Any]
         except ValueError as error:
             raise UsageError(f"{agent}: {name} is not JSON: {error}") from error
     if value is not None and not isinstance(value, Mapping):
-        raise UsageError(f"{agent}: {name} must be a mapping")
+        raise UsageError(f"{agent}: invalid value for {name}: expected a mapping")
     return dict(value or {})
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Both mappings in one, deeply; `over` wins."""
+    """Merge two mappings recursively; values of `over` take precedence."""
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
@@ -83,7 +81,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def toml(value: Mapping[str, Any], prefix: str = "") -> str:
-    """A mapping as TOML; what is None is left out."""
+    """A mapping as TOML, without None values."""
     plain = {key: item for key, item in value.items() if not isinstance(item, Mapping)}
     lines = [f"{_quoted(key)} = {_toml_value(item)}" for key, item in plain.items() if item is not None]
     text = (f"[{prefix}]\n" if prefix and (lines or not value) else "") + "".join(f"{line}\n" for line in lines)
@@ -104,7 +102,7 @@ def _toml_value(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string as TOML wants it: JSON's escapes without surrogate pairs, and the one control character JSON lets by."""
+    """A TOML string: JSON without escaped surrogate pairs, and with DEL escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -115,7 +113,7 @@ _HERE = ("127.0.0.1", "localhost", "::1")
 
 
 def hosts_in(options: Mapping[str, Any], env: Mapping[str, str]) -> tuple[str, ...]:
-    """The hosts of all endpoints in an agent's options and variables, as rules of an allowlist, each once."""
+    """The hosts of all endpoints in an agent's options and variables, as allowlist rules."""
     urls = [*_urls(options), *(value for name, value in env.items() if _VARIABLE.search(name))]
     return tuple(dict.fromkeys(rule for rule in map(_rule, urls) if rule))
 
@@ -130,7 +128,7 @@ def _urls(value: Any, key: str = "") -> Iterator[str]:
     elif isinstance(value, str):
         if key.lower() in KEYS:
             yield value
-        yield from (found[2] for found in _SETTING.finditer(value) if found[1].lower() in KEYS)
+        yield from (match[2] for match in _SETTING.finditer(value) if match[1].lower() in KEYS)
 
 
 def _rule(url: str) -> str | None:

@@ -1,8 +1,6 @@
-"""The agent that knows the answer: it runs the task's own solution.
+"""Agents without a model: `oracle` runs the task's own solution, `nop` does nothing.
 
-How the solution's script ends is not judged, the tests do that; its exit code is kept in `exit-code.txt`.
-
-The agent that does nothing: what a task gives to it is what the task gives for free.
+The exit code of the solution is kept in `exit-code.txt`; it does not affect the verdict.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ class OracleAgent(Agent):
         script = run.solution / SCRIPT if run.solution else None
         if script is None or not script.is_file():
             raise TaskError("this task has no solution/solve.sh, so the oracle cannot run", code="no_solution")
-        has_shebang = script.read_bytes()[:2] == b"#!"
         path = f"{SOLUTION_PATH}/{SCRIPT}"
-        return Launch((path,) if has_shebang else ("/bin/bash", path), env={"DEBIAN_FRONTEND": "noninteractive"})
+        argv = (path,) if script.read_bytes()[:2] == b"#!" else ("/bin/bash", path)
+        return Launch(argv, env={"DEBIAN_FRONTEND": "noninteractive"})
 
     async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
         launch = self.launch(run)

@@ -1,10 +1,8 @@
-"""The base of agents that come in a pack: places their files, starts them, and keeps their session logs.
+"""The base of agents from packs: places their files, starts them, and keeps their session logs.
 
-A subclass says what to run (`launch`) and where it looks for skills; everything that all of them share is here, also
-`install`, which puts an agent into its sandbox with the image's own npm or pip, for images that no pack suits. What is
-installed stands where a pack would be mounted, in the same shape, so that an agent is started the same way. The image
-must have `npm` and `node`, or `python3` with `venv`; the agent's variables (`npm_config_registry`, `PIP_INDEX_URL`)
-count while it is installed.
+`install` puts an agent into its sandbox with the image's own npm or pip instead, at the path and in the layout of a
+pack, so that it starts in the same way. The image must have `npm` and `node`, or `python3` with `venv`. The agent's
+variables (`npm_config_registry`, `PIP_INDEX_URL`) apply to the installation.
 """
 
 from __future__ import annotations
@@ -23,35 +21,32 @@ from pier.errors import AgentError, SandboxError
 from pier.sandbox.contract import NewFile, OnOutput, Result, Sandbox
 
 SHARED_SKILLS = "~/.agents/skills"
-"""Where several agents look for skills."""
+"""Skills directory of several agents."""
 CLIENT_TIMEOUT = 3600
-"""Seconds that an agent's own client waits for one answer: a slow model is the gateway's business, not the agent's."""
+"""Seconds that an agent's client waits for a response. Slow models are the gateway's concern."""
 
 
 class PackedAgent(Agent):
-    """An agent from a pack. `launch` stays pure; `run` does what it says."""
+    """An agent from a pack. Subclasses define `launch`."""
 
     soft_stop = signal.SIGINT
 
     logs: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Session logs that no variable moves to `AGENT_LOGS`: a directory below the home directory, and the one below
-    the logs where its contents are put."""
-
+    """Session logs at fixed paths: directories below the home directory, each with its destination below
+    `AGENT_LOGS`."""
     skills: ClassVar[str | None] = None
-    """Where it looks for skills; `~` is its home directory."""
-
+    """Its directory of skills; `~` is the home directory."""
     takes_mcp: ClassVar[bool] = True
     """Whether `launch` configures MCP servers for it."""
-
     direct_hosts: ClassVar[tuple[str, ...]] = ()
-    """Where its model is when no gateway stands before it and its configuration names no other place."""
+    """Default hosts of its provider, for `direct` runs."""
 
     def reach(self, options: Mapping[str, Any], env: Mapping[str, str], *, direct: bool) -> tuple[str, ...]:
         named = hosts_in(options, env)
         return (*self.hosts, *(named or (self.direct_hosts if direct else ())))
 
     def skills_into(self, run: AgentRun) -> str | None:
-        """The directory where it looks for skills; None if it has no notion of them."""
+        """The directory for skills; None if the agent does not support them."""
         return self.skills.replace("~", run.home.rstrip("/"), 1) if self.skills else None
 
     async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
@@ -66,35 +61,33 @@ class PackedAgent(Agent):
             await self._keep_logs(sandbox, run)
 
     async def _give_tools(self, sandbox: Sandbox, run: AgentRun) -> None:
-        """Put the skills where it looks for them; unsupported kinds are reported."""
-        target = self.skills_into(run)
-        if run.skills_dir and target:
-            await sandbox.put_tar(sandbox.get_tar(run.skills_dir), target)
-        elif run.skills_dir:
-            run.warn(f"{self.name} does not support skills, so those in {run.skills_dir} are not offered to it")
+        """Copy the skills to the agent's directory. Warn about skills and MCP servers that it does not support."""
+        if run.skills_dir:
+            if target := self.skills_into(run):
+                await sandbox.put_tar(sandbox.get_tar(run.skills_dir), target)
+            else:
+                run.warn(f"{self.name} does not support skills, so those in {run.skills_dir} are not offered to it")
         if run.mcp_servers and not self.takes_mcp:
             names = ", ".join(server.name for server in run.mcp_servers)
             run.warn(f"{self.name} does not support MCP, so these servers are not offered to it: {names}")
 
     async def _keep_logs(self, sandbox: Sandbox, run: AgentRun) -> None:
-        """Copy the session logs to where logs are collected; an agent that died early has none. A copy that fails
-        is a warning: the agent's work stands without it."""
+        """Copy the session logs to `AGENT_LOGS`. An agent that died early has none; other failures are warnings."""
         for source, target in self.logs:
-            place = f"{run.home.rstrip('/')}/{source}"
-            stream = aiter(sandbox.get_tar(place))
+            path = f"{run.home.rstrip('/')}/{source}"
+            stream = aiter(sandbox.get_tar(path))
             try:
-                start = await anext(stream, None)
-                if start is not None:
+                if (start := await anext(stream, None)) is not None:
                     await sandbox.put_tar(_chunks(start, stream), f"{AGENT_LOGS}/{target}")
             except FileNotFoundError:
                 continue
             except SandboxError as error:
-                run.warn(f"the logs of {self.name} in {place} could not be kept: {error}")
+                run.warn(f"cannot keep the logs of {self.name} in {path}: {error}")
 
 
-def model_of(run: AgentRun, default: str = "") -> str:
-    """The model's name as the agent should ask for it: the gateway's, or the option `model` without a gateway."""
-    return run.endpoint.model if run.endpoint else str(run.options.get("model") or default)
+def model_of(run: AgentRun) -> str:
+    """The name of the model: the gateway's, or the option `model` without a gateway."""
+    return run.endpoint.model if run.endpoint else str(run.options.get("model") or "")
 
 
 def bare(model: str) -> str:
@@ -103,23 +96,22 @@ def bare(model: str) -> str:
 
 
 async def place(sandbox: Sandbox, files: Sequence[AgentFile], bases: Sequence[str]) -> None:
-    """Put files into the sandbox in one go. Directories below `bases` are made so that any user may write there."""
-    made: dict[str, NewFile] = {}
+    """Write files into the sandbox at once. Every user may write to new directories below `bases`."""
+    entries: dict[str, NewFile] = {}
     now = int(time.time())
     for file in files:
         for parent in map(str, reversed(PurePosixPath(file.path).parents)):
             if any(parent.startswith(f"{base.rstrip('/')}/") for base in bases):
-                made[parent] = NewFile(parent.lstrip("/"), 0o777, mtime=now)
-        made[file.path] = NewFile(file.path.lstrip("/"), file.mode | 0o222, file.data, now)
-    if made:
-        await sandbox.put_files([*made.values()], "/")
+                entries[parent] = NewFile(parent.lstrip("/"), 0o777, mtime=now)
+        entries[file.path] = NewFile(file.path.lstrip("/"), file.mode | 0o222, file.data, now)
+    if entries:
+        await sandbox.put_files([*entries.values()], "/")
 
 
-async def _chunks(start: bytes, rest: AsyncIterator[bytes] | None = None) -> AsyncIterator[bytes]:
+async def _chunks(start: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield start
-    if rest is not None:
-        async for chunk in rest:
-            yield chunk
+    async for chunk in rest:
+        yield chunk
 
 
 def _path(sandbox: Sandbox, run: AgentRun) -> str:
@@ -128,21 +120,20 @@ def _path(sandbox: Sandbox, run: AgentRun) -> str:
 
 
 def mcp_servers(run: AgentRun) -> dict[str, dict[str, Any]]:
-    """The task's MCP servers in the shape that most agents share."""
-    found: dict[str, dict[str, Any]] = {}
+    """The task's MCP servers in the format of most agents."""
+    servers: dict[str, dict[str, Any]] = {}
     for server in run.mcp_servers:
         if server.command:
-            found[server.name] = {"type": "stdio", "command": server.command, "args": list(server.args)}
-        else:
-            kind = "sse" if server.transport == "sse" else "http"
-            found[server.name] = {"type": kind, "url": server.url}
-            if server.headers:
-                found[server.name]["headers"] = dict(server.headers)
-    return found
+            servers[server.name] = {"type": "stdio", "command": server.command, "args": list(server.args)}
+            continue
+        servers[server.name] = {"type": "sse" if server.transport == "sse" else "http", "url": server.url}
+        if server.headers:
+            servers[server.name]["headers"] = dict(server.headers)
+    return servers
 
 
 def mcp_file(run: AgentRun, path: str, **more: Any) -> tuple[AgentFile, ...]:
-    """The task's MCP servers, each with `more` keys, as the file that most agents read; none without servers."""
+    """The file of MCP servers that most agents read, with the keys `more` in each; none without servers."""
     servers = {name: {**server, **more} for name, server in mcp_servers(run).items()}
     return (AgentFile.json(path, {"mcpServers": servers}),) if servers else ()
 
@@ -154,7 +145,7 @@ _NPM = """\
 command -v npm >/dev/null || {{ echo "the image has no npm" >&2; exit 127; }}
 cd {root}
 echo '{{"name": "agent", "private": true}}' > package.json
-npm install --no-audit --no-fund --no-save --no-package-lock --engine-strict=false --loglevel=error {what}
+npm install --no-audit --no-fund --no-save --no-package-lock --engine-strict=false --loglevel=error {packages}
 mkdir -p bin
 {links}
 """
@@ -164,51 +155,43 @@ command -v python3 >/dev/null || {{ echo "the image has no python3" >&2; exit 12
 python3 -m venv {root}/python >/dev/null 2>&1 || python3 -m venv --clear --without-pip {root}/python
 pip="{root}/python/bin/python3 -m pip"
 $pip --version >/dev/null 2>&1 || pip="python3 -m pip --python {root}/python/bin/python3"
-$pip install --quiet --disable-pip-version-check --prefer-binary {what}
+$pip install --quiet --disable-pip-version-check --prefer-binary {packages}
 """
 
 _NPM_ARCH = 'case "$(uname -m)" in aarch64) arch=arm64;; *) arch=x64;; esac'
 
 
-def script_of(spec: PackSpec) -> str:
-    """The shell script that installs what `spec` names, and writes its version into `VERSION`."""
+def _install_script(spec: PackSpec) -> str:
+    """The shell script that installs a package and writes its version into `VERSION`."""
     head = f"set -e\n{_NPM_ARCH}\nmkdir -p {PACK_PATH}\n"
     tail = f"[ ! -e {_CERTIFICATES} ] || ln -sf {_CERTIFICATES} {PACK_PATH}/ca.pem\n"
-    pinned = spec.version not in (None, "latest")
     if spec.source == "npm":
-        what = _quoted(f"{spec.package}@{spec.version or 'latest'}")
-        links = _link(spec.program) if spec.program else 'ln -sf "$(command -v node)" bin/node'
-        body = _NPM.format(root=PACK_PATH, what=what, links=links)
+        package = _quoted(f"{spec.package}@{spec.version or 'latest'}")
+        links = 'ln -sf "$(command -v node)" bin/node'
+        if spec.program:  # a path that may have a wildcard
+            pattern, name = spec.program.replace("{arch}", "$arch"), shlex.quote(spec.program.rpartition("/")[2])
+            links = f'for file in node_modules/{pattern}; do chmod 755 "$file"; ln -sf "../$file" bin/{name}; done'
+        body = _NPM.format(root=PACK_PATH, packages=package, links=links)
         tail += f"cp {PACK_PATH}/node_modules/{_quoted(spec.package)}/package.json {VERSION}\n"
     else:
-        wanted = f"{spec.package}=={spec.version}" if pinned else spec.package
-        body = _PYPI.format(root=PACK_PATH, what=shlex.join((wanted, *spec.extras)))
-        say = f"import importlib.metadata as m, json; print(json.dumps({{'version': m.version({spec.package!r})}}))"
-        tail += f"{PACK_PATH}/python/bin/python3 -c {shlex.quote(say)} > {VERSION}\n"
+        package = spec.package if spec.version in (None, "latest") else f"{spec.package}=={spec.version}"
+        body = _PYPI.format(root=PACK_PATH, packages=shlex.join((package, *spec.extras)))
+        code = f"import importlib.metadata as m, json; print(json.dumps({{'version': m.version({spec.package!r})}}))"
+        tail += f"{PACK_PATH}/python/bin/python3 -c {shlex.quote(code)} > {VERSION}\n"
     return head + body + tail
 
 
 def _quoted(template: str) -> str:
-    return shlex.quote(template).replace("{arch}", "'\"$arch\"'") if "{arch}" in template else shlex.quote(template)
-
-
-def _link(program: str) -> str:
-    """A link in `bin` to the native program; its path may have a star."""
-    name = program.rpartition("/")[2]
-    pattern = program.replace("{arch}", "$arch")
-    return (
-        f'for found in node_modules/{pattern}; do chmod 755 "$found"; ln -sf "../$found" bin/{shlex.quote(name)}; done'
-    )
+    return shlex.quote(template).replace("{arch}", "'\"$arch\"'")
 
 
 async def install(
     sandbox: Sandbox, spec: PackSpec, env: Mapping[str, str], seconds: float, on_output: OnOutput | None = None
 ) -> str:
-    """Install an agent as the sandbox's root and give the version that came."""
+    """Install an agent as the sandbox's root and return its version."""
+    command = ["/bin/sh", "-c", _install_script(spec)]
     home = {"HOME": "/root", **env}
-    done = await sandbox.exec(
-        ["/bin/sh", "-c", script_of(spec)], cwd="/", env=home, user="root", timeout=seconds, on_output=on_output
-    )
+    done = await sandbox.exec(command, cwd="/", env=home, user="root", timeout=seconds, on_output=on_output)
     if done.timed_out:
         message = f"installing {spec.package} in the sandbox took longer than {seconds:g} s"
         raise AgentError(message, code="agent_setup_timeout", blame="infra", retryable=True)
@@ -218,6 +201,6 @@ async def install(
             f"installing {spec.package} in the sandbox failed: {tail}",
             code="agent_install",
             blame="infra",
-            hint="leave out --install-in-sandbox, or use an image with what the agent's installer needs",
+            hint="leave out --install-in-sandbox, or use an image with the tools that the installation needs",
         )
     return str(json.loads(await sandbox.read_file(VERSION))["version"])

@@ -1,4 +1,4 @@
-"""pi on the pack's node. Speaks any of the four dialects; Chat Completions unless the user picks another."""
+"""pi on the pack's node. Speaks any of the four dialects, Chat Completions by default."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLAGS = (AgentFlag("thinking", "--thinking", LEVELS), AgentFlag("reasoning_effor
 
 
 class Pi(PackedAgent):
-    """It knows no MCP and exits with 0 when its model fails: only the wire shows what happened."""
+    """It does not support MCP. It exits with 0 when its model fails, which only the wire shows."""
 
     name = "pi"
     skills = f"{HOME}/skills"

@@ -1,4 +1,4 @@
-"""Qwen Code on the pack's node. Speaks Chat Completions; its home is below the agent's logs."""
+"""Qwen Code on the pack's node. Speaks Chat Completions; its home is in the agent's logs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENTRY = f"{PACK_PATH}/node_modules/@qwen-code/qwen-code/cli-entry.js"
 
 
 class QwenCode(PackedAgent):
-    """`settings` is merged over pier's own settings, so what the user sets there wins."""
+    """The option `settings` overrides pier's own settings."""
 
     name = "qwen-code"
     skills = f"{HOME}/skills"
@@ -37,14 +37,13 @@ class QwenCode(PackedAgent):
         return Launch([*argv, "--prompt", run.instruction], env, (settings,))
 
     def _settings(self, run: AgentRun) -> dict[str, Any]:
-        denied = words(run.options, "disallowed_tools", ["enter_plan_mode"])
         settings: dict[str, Any] = {
             "security": {"auth": {"selectedType": "openai"}, "folderTrust": {"enabled": False}},
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
             "general": {"enableAutoUpdate": False},
             "model": {"generationConfig": {"timeout": CLIENT_TIMEOUT * 1000}},
-            "permissions": {"deny": denied},
+            "permissions": {"deny": words(run.options, "disallowed_tools", ["enter_plan_mode"])},
             "mcpServers": trusted_mcp(run),
         }
         return merged(settings, mapping(self.name, run.options, "settings"))

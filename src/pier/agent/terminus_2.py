@@ -1,6 +1,6 @@
-"""Terminus 2, Harbor's own agent, through the adapter: calls its model from outside, types into a terminal inside.
+"""Terminus 2, Harbor's own agent: calls its model from outside the sandbox and types into a terminal inside.
 
-Needs the package `harbor` in pier's environment, and `tmux` and `bash` in the image.
+It needs the package `harbor` in pier's environment, and `tmux` and `bash` in the image.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from pier.plugin import load
 
 
 class Terminus2(HarborAgent):
-    """The class that `harbor` has; without that package it is refused before anything runs."""
-
     name = "terminus-2"
     defaults: ClassVar[Mapping[str, Any]] = {"record_terminal_session": False}
     options = (

@@ -1,4 +1,4 @@
-"""Static checks of a task, and a new task to start from: the oracle solves it, doing nothing does not."""
+"""Static checks of a task, and a template for new tasks, which the oracle solves and doing nothing does not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +28,7 @@ _OTHER_COMPOSE = ("docker-compose.yml", "compose.yaml", "compose.yml")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One finding. `where` is a file, with its key where there is one; findings of one kind share a `rule`."""
+    """A problem of the kind `rule`. `where` is a file, with the key if there is one."""
 
     level: Level
     rule: str
@@ -39,7 +40,7 @@ class Problem:
 
 
 def lint(path: Path) -> list[Problem]:
-    """The problems of the task in a directory. An error means that it cannot run as it is."""
+    """The problems of a task. One with an error cannot run."""
     try:
         config, _ = read_config(path / "task.toml")
         task = load_task(path)
@@ -53,15 +54,10 @@ def _lint_config(file: Path, config: TaskConfig, task: Task) -> Iterator[Problem
     for key in task.unknown:
         nearest = f"did you mean {key.nearest}?" if key.nearest else "nothing reads it"
         yield Problem("warning", "unknown-key", f"{file}: {key.key}", f"unknown key, {nearest}")
-    renamed = {"version": "schema_version", "environment.memory": "environment.memory_mb"}
-    renamed |= {
-        "environment.storage": "environment.storage_mb",
-        "environment.allow_internet": "environment.network_mode",
-    }
-    for old, new in renamed.items():
-        table, _, key = old.rpartition(".")
-        part = config.environment if table else config
-        if getattr(part, key) is not None:
+    renamed = {"memory": "memory_mb", "storage": "storage_mb", "allow_internet": "network_mode"}
+    renamed = {f"environment.{old}": f"environment.{new}" for old, new in renamed.items()}
+    for old, new in ({"version": "schema_version"} | renamed).items():
+        if attrgetter(old)(config) is not None:
             yield Problem("warning", "old-key", f"{file}: {old}", f"deprecated key, use {new}")
     unset = config.environment.network_mode is None and config.environment.allow_internet is None
     if unset and any(step.agent.policy is None or step.verifier.policy is None for step in task.steps):
@@ -71,8 +67,8 @@ def _lint_config(file: Path, config: TaskConfig, task: Task) -> Iterator[Problem
         yield Problem("warning", "unused-key", f"{file}: multi_step_reward_strategy", "has no effect without steps")
     tables = [config.environment.env, config.verifier.env, config.solution.env]
     tables += [step.verifier.env for step in config.steps or ()]
-    wanted = {name: default for table in tables for name, default in wanted_variables(table).items()}
-    for name in sorted(name for name, default in wanted.items() if default is None):
+    variables = {name: default for table in tables for name, default in wanted_variables(table).items()}
+    for name in sorted(name for name, default in variables.items() if default is None):
         message = f"needs the variable {name} from the user's environment and has no default"
         yield Problem("warning", "needs-variable", f"{file}: env", message)
 
@@ -96,16 +92,17 @@ def _lint_image(task: Task) -> Iterator[Problem]:
 
 
 def lint_dockerfile(path: Path, context: Path, task: Path | None = None) -> Iterator[Problem]:
-    """The problems of a Dockerfile that show without building it: syntax, sources of COPY and ADD that are missing, and
-    copies of all tests or of a file of the solution of a `task`, which its agent must not see."""
+    """The problems of a Dockerfile: its syntax, missing sources of COPY and ADD, and copies of a `task`'s solution or
+    of all its tests, which the agent must not see."""
     try:
         file = read(path)
         ignore = read_ignore(context, path)
     except (ImageError, OSError) as error:
-        where, found, message = str(error).partition(": ")
+        where, colon, message = str(error).partition(": ")
+        if not colon:
+            where, message = str(path), str(error)
         hint = f" ({error.hint})" if isinstance(error, ImageError) and error.hint else ""
-        at, text = (where, message) if found else (str(path), str(error))
-        yield Problem("error", "invalid-dockerfile", at, f"{text}{hint}")
+        yield Problem("error", "invalid-dockerfile", where, f"{message}{hint}")
         return
     tests, solution = (_fingerprints(task / name) if task else set() for name in ("tests", "solution"))
     view = View([str(context)])
@@ -117,25 +114,25 @@ def lint_dockerfile(path: Path, context: Path, task: Path | None = None) -> Iter
             except ImageError as error:
                 yield Problem("error", "missing-source", where, f"{instruction.name}: {error}")
                 continue
-            copied = {found for _, entry in entries for found in _fingerprints(Path(entry.place))}
+            copied = {each for _, entry in entries for each in _fingerprints(Path(entry.place))}
             if copied & solution or (tests and tests <= copied):
                 message = f"{source} holds the task's tests or its solution, which the agent then sees"
                 yield Problem("warning", "copies-tests", where, message)
 
 
 def _sources(file: Dockerfile, instruction: Instruction) -> list[str]:
-    """The paths in the build context that an instruction copies, as far as they are known without building."""
+    """The paths in the build context that an instruction copies, without those that depend on variables."""
     if instruction.name not in ("COPY", "ADD") or instruction.flag("from"):
         return []
     words = instruction.exec_form or split(instruction.text, file.escape)
-    known = [word for word in words[:-1] if "$" not in word and not word.startswith("<<")]
-    return [word.strip("\"'") for word in known if "://" not in word and not word.startswith("git@")]
+    local = [word for word in words[:-1] if "$" not in word and not word.startswith(("<<", "git@"))]
+    return [word.strip("\"'") for word in local if "://" not in word]
 
 
 def _fingerprints(path: Path) -> set[tuple[str, bytes]]:
-    """The names and digests of a file, or of all files in a directory, but for empty ones."""
-    found = path.rglob("*") if path.is_dir() else (path,)
-    content = ((each.name, _bytes(each)) for each in found if each.is_file())
+    """The names and digests of a file, or of all files in a directory, without empty ones."""
+    files = path.rglob("*") if path.is_dir() else (path,)
+    content = ((each.name, _bytes(each)) for each in files if each.is_file())
     return {(name, hashlib.sha256(data).digest()) for name, data in content if data}
 
 
@@ -170,14 +167,13 @@ def _lint_tests(step: TaskStep, home: Path) -> Iterator[Problem]:
     where = str(next((path for path in reversed(scripts) if path.is_file()), home / "tests"))
     if wrong := _WRONG_REWARD.search(content):
         name = wrong.group().decode()
-        yield Problem(
-            "error", "reward-path", where, f"writes {name}; expected reward.txt or reward.json in /logs/verifier"
-        )
+        message = f"writes {name}; expected reward.txt or reward.json in /logs/verifier"
+        yield Problem("error", "reward-path", where, message)
     elif content and not _REWARD.search(content):
         yield Problem("warning", "no-reward", where, "no test file mentions reward.txt or reward.json")
     sources = {artifact.source for artifact in step.artifacts}
     if step.verifier_mode == "separate" and not sources and not step.collect:
-        message = "the verifier is separate and no artifacts are named, so it sees only /logs/artifacts"
+        message = "the verifier is separate and there are no artifacts, so it only gets /logs/artifacts"
         yield Problem("warning", "no-artifacts", f"{home / 'task.toml'}: artifacts", message)
 
 
@@ -228,7 +224,7 @@ awk '{ sum += $1 } END { print sum }' /app/numbers.txt > /app/sum.txt
 
 _TESTS = """\
 #!/bin/bash
-# Runs after the agent has ended, as root, in a sandbox that the agent never saw and that has its artifacts.
+# Runs after the agent has ended, as root, in a new sandbox with the agent's artifacts.
 # Only the reward file counts, not the exit code.
 reward=0
 if [ "$(cat /app/sum.txt 2>/dev/null)" = "42" ]; then
@@ -239,7 +235,7 @@ echo "$reward" > /logs/verifier/reward.txt
 
 
 def create_task(directory: Path, org: str = "local") -> list[Path]:
-    """Write a new task into `directory`, which must be new or empty; the files that were written."""
+    """Write a new task into `directory`, which must be new or empty, and return the paths of its files."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise TaskError(f"{directory}: already exists and is not empty", code="task_exists", blame="user")
     name = re.sub(r"[^a-zA-Z0-9._-]+", "-", directory.resolve().name).strip("-._") or "task"

@@ -1,10 +1,9 @@
-"""A task as the rest of pier sees it, read from its directory. Whatever is wrong with it is a `TaskError` that names
-the file and the key. A task without `[[steps]]` has one nameless step, so that nothing else has two ways to run a task.
+"""Reads a task from its directory. An invalid task is a `TaskError` with the file and the key. A task without
+`[[steps]]` has one step with an empty name, so that all tasks run in the same way.
 
-Its digest is the one that Harbor's packager computes: over `task.toml`, `instruction.md`, `README.md`,
-`trajectory.json` and the trees `environment`, `tests`, `solution` and `steps`, without what the task's `.gitignore` (or
-a short list of editors' left-overs) excludes. Directories of tests and solutions may exclude more in `.harborignore`
-files, which also keep it out of sandboxes.
+Its digest is that of Harbor's packager: over `task.toml`, `instruction.md`, `README.md`, `trajectory.json` and the
+trees `environment`, `tests`, `solution` and `steps`, without the files that the task's `.gitignore` (by default a list
+of temporary files) excludes. `.harborignore` files exclude files of tests and solutions, also from sandboxes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import shutil
 import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,17 +43,16 @@ from pier.task.model import (
 if TYPE_CHECKING:
     from pathspec import PathSpec, Pattern
 
-
 P = TypeVar("P", bound=PhaseNetwork)
 
 COMPOSE_NAME = "docker-compose.yaml"
-"""The one name that Harbor reads. Other compose files in `environment/` are the task's own content."""
+"""The name of compose files in Harbor. Others in `environment/` are the task's content."""
 _CANARY = re.compile(r"\s*(?:<!--.*canary.*-->|#.*canary.*)\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownKey:
-    """A key such as `environment.memmory_mb` and the known key that was probably meant."""
+    """A key such as `environment.memmory_mb`, and the nearest known key."""
 
     key: str
     nearest: str | None = None
@@ -65,8 +63,8 @@ class UnknownKey:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a task came from: a directory, or `git_path` at one commit of a git repository, which `path` holds a copy
-    of. `source` names its dataset."""
+    """The origin of a task: a directory, or a copy of `git_path` in a commit of a git repository. `source` is the name
+    of its dataset."""
 
     path: Path
     source: str | None = None
@@ -77,7 +75,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class TaskStep:
-    """One instruction with its own verdict. Everything a step may leave out is filled in from the task."""
+    """An instruction with its own verdict. Settings that a step leaves out are the task's."""
 
     name: str
     instruction: str
@@ -97,20 +95,20 @@ class TaskStep:
 
 @dataclass(frozen=True, slots=True)
 class VerifierEnvironment:
-    """The environment of a separate verifier. `context` is the directory with its Dockerfile, if any. `bundled`:
-    its image brings the tests, so none are uploaded."""
+    """The environment of a separate verifier. `context` is the directory of its Dockerfile. `bundled`: its image has
+    the tests, so none are uploaded."""
 
     table: Environment
     context: Path | None = None
     bundled: bool = False
     own_table: bool = False
     compose: Path | None = None
-    """The file that describes its services."""
+    """The compose file of its services."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task that was read and found whole."""
+    """A valid task."""
 
     path: Path
     name: str
@@ -140,13 +138,12 @@ class Task:
 
     @cached_property
     def digest(self) -> str:
-        """`sha256:<hex>` of the content, as Harbor's packager computes it."""
+        """`sha256:<hex>` of the content, as computed by Harbor's packager."""
         return task_digest(self.path)
 
 
 def load_task(path: Path | str, *, strict: bool = False, verify: bool = True, origin: Origin | None = None) -> Task:
-    """Read the task in the directory `path`. With `strict` an unknown key is an error. Without `verify` a task needs
-    no tests."""
+    """Read the task in the directory `path`. `strict` refuses unknown keys; `verify` refuses tasks without tests."""
     root = Path(path)
     config, unknown = read_config(root / "task.toml")
     if strict and unknown:
@@ -198,7 +195,7 @@ def _holds_nul(value: Any) -> bool:
 
 
 def describe(error: ValidationError) -> str:
-    """A validation error as text, each finding with its key."""
+    """The problems of a validation error with their keys."""
     rows = []
     for item in error.errors(include_url=False, include_context=False, include_input=False):
         key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"]).lstrip(".")
@@ -207,7 +204,7 @@ def describe(error: ValidationError) -> str:
 
 
 def unknown_keys(data: Any, model: type[BaseModel], prefix: str = "") -> Iterator[UnknownKey]:
-    """The keys in `data` that `model` and the models inside it ignore."""
+    """The keys in `data` that are not fields of `model` and its nested models."""
     if not isinstance(data, dict):
         return
     for key, value in data.items():
@@ -220,26 +217,26 @@ def unknown_keys(data: Any, model: type[BaseModel], prefix: str = "") -> Iterato
         if inner is None:
             continue
         for index, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
-            place = f"{prefix}{key}" if index is None else f"{prefix}{key}[{index}]"
-            yield from unknown_keys(item, inner, f"{place}.")
+            where = f"{prefix}{key}" if index is None else f"{prefix}{key}[{index}]"
+            yield from unknown_keys(item, inner, f"{where}.")
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model that a field holds one or several of; None for plain values."""
+    """The model of a field that holds one or several; None for plain values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for part in get_args(annotation) if (found := model_in(part)) is not None), None)
+    return next((model for part in get_args(annotation) if (model := model_in(part)) is not None), None)
 
 
 def strip_canary(text: str) -> str:
-    """`text` without the canary comments at its beginning and the blank lines after them."""
+    """`text` without canary comments at its beginning and the blank lines after them."""
     lines = text.splitlines(keepends=True)
     rest = list(itertools.dropwhile(_CANARY.fullmatch, lines))
     return text if len(rest) == len(lines) else "".join(itertools.dropwhile(lambda line: not line.strip(), rest))
 
 
 def find_compose(directory: Path) -> Path | None:
-    """The compose file in a directory, if there is one."""
+    """The compose file of a directory, if it has one."""
     path = directory / COMPOSE_NAME
     return path if path.is_file() else None
 
@@ -290,27 +287,26 @@ def _instruction(path: Path) -> str:
 
 
 def _overlay(base: P, over: P) -> P:
-    """`over` where it says something, `base` elsewhere; the network comes from one of the two."""
-    said, network = over.model_fields_set, {"network_mode", "allowed_hosts"}
-    keys = said | network if said & network else said
+    """`base` with the keys that are set in `over`. The keys of the network are replaced together."""
+    keys, network = over.model_fields_set, {"network_mode", "allowed_hosts"}
+    keys = keys | network if keys & network else keys
     return base.model_copy(update={key: getattr(over, key) for key in keys})
 
 
 def _verifier_environment(root: Path, home: Path, config: TaskConfig, table: StepTable | None) -> VerifierEnvironment:
-    """The first of these that defines an image: the step's own, the task's own, the agent's environment again."""
+    """The first of these with an image: the step's own environment, the task's, that of the agent."""
     layers = [(table.verifier.environment, home / "tests")] if table else []
     layers.append((config.verifier.environment, root / "tests"))
     for environment, tests in layers:
         has_file = (tests / "Dockerfile").is_file()
         compose = find_compose(tests)
         if has_file or compose or (environment is not None and environment.docker_image):
-            context = tests.resolve() if has_file else None
-            used = environment or config.environment
-            return VerifierEnvironment(used, context, True, environment is not None, compose)
+            context, own_table = tests.resolve() if has_file else None, environment is not None
+            return VerifierEnvironment(environment or config.environment, context, True, own_table, compose)
     own = next((environment for environment, _ in layers if environment is not None), None)
-    context = root / "environment"
-    found = context.resolve() if (context / "Dockerfile").is_file() else None
-    return VerifierEnvironment(own or config.environment, found, False, own is not None, find_compose(context))
+    directory = root / "environment"
+    context = directory.resolve() if (directory / "Dockerfile").is_file() else None
+    return VerifierEnvironment(own or config.environment, context, False, own is not None, find_compose(directory))
 
 
 DEFAULT_PATTERNS = ("__pycache__/", "*.pyc", ".DS_Store", "*.swp", "*.swo", "*~")
@@ -321,7 +317,7 @@ _TREES = ("environment", "tests", "solution", "steps")
 
 
 def task_digest(task: Path) -> str:
-    """`sha256:<hex>` over the relative path and the content of each file of the task."""
+    """`sha256:<hex>` over the relative paths and contents of the task's files."""
     outer = hashlib.sha256()
     for relative, path in task_files(task):
         outer.update(f"{relative}\0{_sha256(path)}\n".encode(errors="surrogateescape"))
@@ -329,7 +325,7 @@ def task_digest(task: Path) -> str:
 
 
 def tree_digest(root: Path) -> str:
-    """`sha256:<hex>` over the relative path, the mode's executable bit and the content of each file below `root`."""
+    """`sha256:<hex>` over the relative paths, executable bits and contents of the files below `root`."""
     outer = hashlib.sha256()
     for path in sorted(_walk(root)):
         executable = "x" if os.access(path, os.X_OK) else "-"
@@ -339,23 +335,26 @@ def tree_digest(root: Path) -> str:
 
 
 def task_files(task: Path) -> list[tuple[str, Path]]:
-    """The files that make up the task, as relative paths with their real ones, in order."""
+    """The relative and real paths of the task's files, in order."""
     root = task.resolve()
     try:
         excluded = read_patterns((root / ".gitignore").read_text(errors="replace").splitlines()).match_file
     except FileNotFoundError:
         excluded = is_left_over
-    found = [root / name for name in _FILES if (root / name).exists()]
+    files = [root / name for name in _FILES if (root / name).exists()]
     for tree in _TREES:
-        found += _walk(root / tree)
-    if any(path.name == IGNORE_FILE for path in found):
-        found = _without_ignored_of(root, found)
-    named = ((path.relative_to(root).as_posix(), path) for path in found)
+        files += _walk(root / tree)
+    if any(path.name == IGNORE_FILE for path in files):
+        scopes = [root / "tests", root / "solution", *root.glob("steps/*/tests"), *root.glob("steps/*/solution")]
+        kept = {path for scope in scopes for path in kept_files(scope)}
+        outside = {path for path in files if not any(path.is_relative_to(scope) for scope in scopes)}
+        files = [path for path in files if path in kept or (path in outside and path.name != IGNORE_FILE)]
+    named = ((path.relative_to(root).as_posix(), path) for path in files)
     return sorted((relative, path) for relative, path in named if not excluded(relative))
 
 
 def is_left_over(relative: str) -> bool:
-    """Whether `DEFAULT_PATTERNS` match a file, without the library for patterns, which takes long to load."""
+    """Whether `DEFAULT_PATTERNS` match a file. Avoids importing the library for patterns, which is slow."""
     parts = relative.split("/")
     return "__pycache__" in parts[:-1] or any(
         part == ".DS_Store" or part.endswith((".pyc", ".swp", ".swo", "~")) for part in parts
@@ -363,61 +362,50 @@ def is_left_over(relative: str) -> bool:
 
 
 def read_patterns(lines: Iterable[str]) -> PathSpec[Pattern]:
-    """The patterns of a `.gitignore` file, for paths relative to its directory; invalid ones match nothing."""
+    """The patterns of a `.gitignore` file, for paths relative to its directory. Invalid ones are ignored."""
     from pathspec import PathSpec, lookup_pattern
 
     patterns: list[Pattern] = []
     for line in lines:
-        try:
+        with suppress(ValueError):
             patterns.append(lookup_pattern("gitignore")(line))
-        except ValueError:
-            continue
     return PathSpec(patterns)
 
 
-def _without_ignored_of(root: Path, files: list[Path]) -> list[Path]:
-    scopes = [root / "tests", root / "solution", *root.glob("steps/*/tests"), *root.glob("steps/*/solution")]
-    kept = {path for scope in scopes for path in kept_files(scope)}
-    return [
-        path
-        for path in files
-        if path in kept or (path.name != IGNORE_FILE and not any(path.is_relative_to(scope) for scope in scopes))
-    ]
-
-
 def kept_files(root: Path) -> Iterator[Path]:
-    """The files below a directory of tests or a solution that no `.harborignore` in it excludes. A file's rules count
-    for its own directory and all below; the innermost rule that matches decides, and excluded directories are final."""
+    """The files below a directory of tests or a solution, without those that its `.harborignore` files exclude. Their
+    rules apply to their directory and all below. The innermost matching rule decides; an excluded directory is skipped
+    with all its content."""
     rules: dict[Path, tuple[tuple[Path, PathSpec[Pattern]], ...]] = {root.parent: ()}
-    waiting = [root] if root.is_dir() else []
-    while waiting:
-        directory = waiting.pop()
-        mine, own = rules[directory.parent], directory / IGNORE_FILE
-        if own.is_file():
-            mine = (*mine, (directory, read_patterns(own.read_text(errors="replace").splitlines())))
-        rules[directory] = mine
+    pending = [root] if root.is_dir() else []
+    while pending:
+        directory = pending.pop()
+        known, ignore_file = rules[directory.parent], directory / IGNORE_FILE
+        if ignore_file.is_file():
+            known = (*known, (directory, read_patterns(ignore_file.read_text(errors="replace").splitlines())))
+        rules[directory] = known
         for path in sorted(directory.iterdir()):
             is_directory = path.is_dir() and not path.is_symlink()
             suffix = "/" if is_directory else ""
-            checked = (each.check_file(f"{path.relative_to(base)}{suffix}").include for base, each in mine)
-            said = [found for found in checked if found is not None]
-            if path.name == IGNORE_FILE or (said and said[-1]):
+            results = (spec.check_file(f"{path.relative_to(base)}{suffix}").include for base, spec in known)
+            matches = [is_excluded for is_excluded in results if is_excluded is not None]
+            if path.name == IGNORE_FILE or (matches and matches[-1]):
                 continue
             if is_directory:
-                waiting.append(path)
+                pending.append(path)
             elif path.is_file() or path.is_symlink():
                 yield path
 
 
 def is_kept(directory: Path, name: str) -> bool:
-    """Whether the file `name` of a directory of tests is there and not excluded."""
+    """Whether the file `name` of a directory of tests exists and is not excluded."""
     path = directory / name
     return path.is_file() and (not (directory / IGNORE_FILE).is_file() or path in kept_files(directory))
 
 
 @contextmanager
 def without_ignored(directory: Path) -> Iterator[Path]:
-    """`directory`, or a copy without what its `.harborignore` files exclude."""
+    """`directory`, or a copy of it without the files that its `.harborignore` files exclude."""
     if not any(IGNORE_FILE in names for _, _, names in os.walk(directory)):
         yield directory
         return
@@ -430,7 +418,7 @@ def without_ignored(directory: Path) -> Iterator[Path]:
 
 
 def check_containment(task: Path) -> None:
-    """Refuse a task with a link that leads out of its directory: what is uploaded must be the task's own."""
+    """Raise `TaskError` for a link that leads out of the task's directory, whose target would be uploaded."""
     root = task.resolve()
     for directory, names, files in os.walk(root):
         for name in (*names, *files):

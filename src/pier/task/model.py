@@ -1,7 +1,7 @@
-"""`task.toml`: Harbor's format up to schema 1.4. Models take what Harbor takes and give old keys their present names.
+"""`task.toml`: Harbor's format up to schema 1.4. Models accept what Harbor accepts, and rename old keys.
 
-Variables may come from the runner's own environment: `${NAME}` and `${NAME:-default}`, as a whole value. What is kept
-on disk is always the template, never its value.
+Values may be templates for variables of the runner's environment: `${NAME}` or `${NAME:-default}`. Only the template is
+written to disk, never its value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 
 
 def normalise_host(text: str) -> str:
-    """A host name, `*.host`, IP address or CIDR range in its one spelling; a ValueError says what is wrong."""
+    """The canonical form of a host name, `*.host`, IP address or CIDR range; ValueError if it is invalid."""
     host = text.strip().lower().rstrip(".")
     if not host:
         raise ValueError("an allowed host must not be empty")
@@ -75,14 +75,14 @@ Service = Annotated[str, AfterValidator(_service)]
 
 
 class Table(BaseModel):
-    """A table of the file; frozen, so that a task can be shared by many trials. Checks are put together when they are
-    first needed: most tables are only ever checked as parts of a whole file."""
+    """A table of the file. Frozen, so that trials can share a task. Validators are built lazily: most tables are only
+    validated as a part of the file."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
 class PhaseNetwork(Table):
-    """The network of one phase; None means that of the environment."""
+    """The network of a phase; None is that of the environment."""
 
     network_mode: NetworkName | None = None
     allowed_hosts: tuple[Host, ...] | None = None
@@ -140,7 +140,7 @@ class McpServerTable(Table):
     command: str | None = None
     args: tuple[str, ...] = ()
     headers: dict[str, str] = Field(default_factory=dict, exclude_if=lambda value: not value)
-    """For HTTP transports. `${NAME}` anywhere in a value is filled in right before use."""
+    """For HTTP transports. Templates may be a part of a value, and are filled right before use."""
 
     @field_validator("headers")
     @classmethod
@@ -172,7 +172,7 @@ class Tpu(Table):
 
 
 _MOST_MB = (1 << 43) - 1
-"""More bytes than 64 bits can count are a mistake."""
+"""Maximum size in megabytes whose bytes fit in 64 bits."""
 
 
 class Environment(PhaseNetwork):
@@ -257,7 +257,7 @@ class Verifier(PhaseNetwork):
 
     @property
     def mode(self) -> VerifierMode | None:
-        """The mode that is asked for, None if nothing is said."""
+        """The explicit mode, or the one implied by an environment; None if neither is set."""
         return self.environment_mode or ("separate" if self.environment is not None else None)
 
 
@@ -356,7 +356,7 @@ class TaskConfig(Table):
 
 
 def parse_size_mb(text: str) -> int:
-    """`2G`, `512M` or `1024K` in whole megabytes."""
+    """A size such as `2G`, `512M` or `1024K` in megabytes, rounded down."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GMK])\s*", text.upper())
     if match is None:
         raise ValueError(f"invalid size {text!r}: expected one such as 2G, 512M or 1024K")
@@ -364,7 +364,7 @@ def parse_size_mb(text: str) -> int:
 
 
 def resolve_env(env: Mapping[str, str], *, where: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """`env` with its templates filled in. A variable that is missing and has no default is a `TaskError`."""
+    """`env` with its templates filled in. `TaskError` for a missing variable without a default."""
     known = os.environ if environ is None else environ
     matches = {key: TEMPLATE.fullmatch(value) for key, value in env.items()}
     return {key: _fill(key, match, where, known) if (match := matches[key]) else env[key] for key in env}
@@ -384,7 +384,7 @@ _IN_HEADER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 def resolve_headers(
     headers: Mapping[str, str], *, where: str, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """HTTP headers with their templates filled in, which may be a part of a value: `Bearer ${TOKEN}`."""
+    """HTTP headers with their templates filled in. A template may be a part of a value: `Bearer ${TOKEN}`."""
     known = os.environ if environ is None else environ
     return {
         name: _IN_HEADER.sub(lambda match, name=name: _fill(name, match, where, known), value)
@@ -393,11 +393,11 @@ def resolve_headers(
 
 
 def wanted_in_headers(headers: Mapping[str, str]) -> dict[str, str | None]:
-    """The variables of the runner that `headers` ask for, each with its default."""
+    """The variables in templates of `headers`, with their defaults."""
     return {match[1]: match[2] for value in headers.values() for match in _IN_HEADER.finditer(value)}
 
 
 def wanted_variables(env: Mapping[str, str]) -> dict[str, str | None]:
-    """The variables of the runner that `env` asks for, each with its default."""
+    """The variables in templates of `env`, with their defaults."""
     matches = (TEMPLATE.fullmatch(value) for value in env.values())
     return {match[1]: match[2] for match in matches if match is not None}

@@ -1,13 +1,13 @@
-"""Where tasks come from, and which of them are taken.
+"""Finds tasks in sources, and selects among them.
 
 A source is a task directory, a directory of tasks, `URL[@REF][#PATH]` of a git repository, a `dataset.toml` (names and
-digests) or a `registry.json` (names, repositories, commits; with `#NAME[@VERSION]` if it holds several datasets). A
-directory is walked whether or not a `dataset.toml` lies in it; digests are checked only when the file itself is the
-source. The order of tasks is by name, the same on every machine, so that a seed always picks the same ones. Each commit
-of a repository is checked out once into pier's cache and never changed after.
+digests) or a `registry.json` (names, repositories, commits; with `#NAME[@VERSION]` if it has several datasets). The
+tasks of a directory are its subdirectories, even if it has a `dataset.toml`; digests are only checked if that file is
+the source. Tasks are sorted by name, so that a seed selects the same ones on every machine. Each commit of a repository
+is checked out once into pier's cache.
 
-    <home>/cache/git/<repository>/repo.git        bare; only fetched into, under a lock
-    <home>/cache/git/<repository>/<commit>/       the working tree of one commit
+    <home>/cache/git/<repository>/repo.git        bare repository, fetched into under a lock
+    <home>/cache/git/<repository>/<commit>/       working tree of one commit, never changed
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import json
 import os
 import random
 import re
-import shutil
 import subprocess
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -46,7 +45,7 @@ class DatasetTask(_Row):
 
 
 class Dataset(_Row):
-    """`dataset.toml`, as far as it is used."""
+    """The used fields of a `dataset.toml`."""
 
     dataset: DatasetTask
     tasks: tuple[DatasetTask, ...] = ()
@@ -59,7 +58,7 @@ class RegistryTask(_Row):
 
 
 class RegistryEntry(_Row):
-    """One dataset of a `registry.json`, as far as it is used."""
+    """The used fields of a dataset in a `registry.json`."""
 
     name: str
     version: str | None = None
@@ -67,7 +66,7 @@ class RegistryEntry(_Row):
 
 
 def _read(path: Path, kind: Any, code: str) -> Any:
-    """A `dataset.toml` or `registry.json`, checked as `kind`."""
+    """Read a `dataset.toml` or `registry.json` and validate it as `kind`."""
     try:
         parse = tomllib.loads if path.suffix == ".toml" else json.loads
         return TypeAdapter(kind).validate_python(parse(path.read_bytes().decode()))
@@ -79,17 +78,16 @@ def _read(path: Path, kind: Any, code: str) -> Any:
 
 
 def find_entry(path: Path, name: str | None) -> RegistryEntry:
-    """The dataset `name` or `name@version` of a registry; without a name the registry must hold one only."""
+    """The dataset `name` or `name@version` of a registry. Without a name the registry must have a single dataset."""
     entries: list[RegistryEntry] = _read(path, list[RegistryEntry], "registry")
-    wanted, _, version = (name or "").partition("@")
-    found = [e for e in entries if (not wanted or e.name == wanted) and (not version or e.version == version)]
-    if len(found) == 1 or (found and wanted):
-        return found[-1]
+    plain, _, version = (name or "").partition("@")
+    matches = [e for e in entries if (not plain or e.name == plain) and (not version or e.version == version)]
+    if len(matches) == 1 or (matches and plain):
+        return matches[-1]
     known = ", ".join(f"{e.name}@{e.version}" if e.version else e.name for e in entries)
-    problem = f"has no dataset {name!r}" if name else "holds several datasets"
-    raise TaskError(
-        f"{path}: {problem}; it holds: {known or 'nothing'}", code="registry", blame="user", hint=f"{path}#NAME@VERSION"
-    )
+    problem = f"has no dataset {name!r}" if name else "has several datasets"
+    message = f"{path}: {problem}; known: {known or 'none'}"
+    raise TaskError(message, code="registry", blame="user", hint=f"{path}#NAME@VERSION")
 
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -99,7 +97,7 @@ _SECONDS = 600
 
 @dataclass(frozen=True, slots=True)
 class GitReference:
-    """`URL[@REF][#PATH]`: a repository, a branch, tag or commit in it, and a directory in that."""
+    """`URL[@REF][#PATH]`: a repository, a branch, tag or commit, and a directory in it."""
 
     url: str
     ref: str | None = None
@@ -107,11 +105,10 @@ class GitReference:
 
 
 def parse_git_reference(text: str) -> GitReference | None:
-    """The reference that `text` is, or None if it does not look like one."""
+    """Parse a reference; None if `text` does not look like one."""
     address, _, path = text.partition("#")
     scheme, separator, rest = address.rpartition("://")
-    is_git = separator or _SCP.match(address) or address.endswith(".git") or path
-    if not is_git:
+    if not (separator or _SCP.match(address) or address.endswith(".git") or path):
         return None
     head, at, ref = rest.rpartition("@")
     is_ref = at and ("/" in head or ":" in head) and "/" not in ref
@@ -124,8 +121,8 @@ def parse_git_reference(text: str) -> GitReference | None:
 
 
 def check_out(url: str, ref: str | None = None) -> tuple[str, Path]:
-    """The commit that `ref` is (the default branch if None) and the directory with its tree, from the cache if that
-    commit was fetched before."""
+    """The commit of `ref` (by default the default branch) and the directory of its tree, from the cache if it was
+    fetched before."""
     home = pier_home() / "cache" / "git" / hashlib.sha256(url.encode()).hexdigest()[:20]
     home.mkdir(parents=True, exist_ok=True)
     if ref and _COMMIT.fullmatch(ref) and (home / ref).is_dir():
@@ -150,15 +147,12 @@ def _fetch(home: Path, url: str, ref: str) -> str:
 
 
 def _materialise(home: Path, commit: str) -> None:
-    unborn = Path(tempfile.mkdtemp(prefix=".checkout.", dir=home))
-    try:
-        tree = unborn / "tree"
+    with tempfile.TemporaryDirectory(prefix=".checkout.", dir=home, ignore_cleanup_errors=True) as name:
+        tree = Path(name, "tree")
         tree.mkdir()
-        extra = {"GIT_INDEX_FILE": str(unborn / "index"), "GIT_WORK_TREE": str(tree), "GIT_DIR": str(home / "repo.git")}
+        extra = {"GIT_INDEX_FILE": f"{name}/index", "GIT_WORK_TREE": str(tree), "GIT_DIR": str(home / "repo.git")}
         _git(["checkout", "--quiet", "--force", commit, "--", "."], home, extra)
         tree.rename(home / commit)
-    finally:
-        shutil.rmtree(unborn, ignore_errors=True)
 
 
 def _git(args: list[str], cwd: Path, extra: dict[str, str] | None = None) -> str:
@@ -167,15 +161,13 @@ def _git(args: list[str], cwd: Path, extra: dict[str, str] | None = None) -> str
     try:
         done = subprocess.run(["git", *args], cwd=cwd, env=env, capture_output=True, timeout=_SECONDS)
     except FileNotFoundError:
-        raise TaskError(
-            "cannot fetch a task from a repository: git is not installed", code="git", blame="infra"
-        ) from None
+        message = "cannot fetch a task from a repository: git is not installed"
+        raise TaskError(message, code="git", blame="infra") from None
     except subprocess.TimeoutExpired:
         raise TaskError(f"git {args[0]} took longer than {_SECONDS} s", code="git", blame="infra") from None
     if done.returncode != 0:
-        words = done.stderr.decode(errors="replace").strip().splitlines()
-        fatal = next((word for word in words if word.startswith(("fatal: ", "error: "))), "")
-        detail = fatal or (words[-1] if words else f"exit code {done.returncode}")
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
+        detail = next((line for line in lines if line.startswith(("fatal: ", "error: "))), lines[-1])
         raise TaskError(f"git {args[0]} failed: {detail}", code="git", blame="infra", retryable=True)
     return done.stdout.decode().strip()
 
@@ -185,8 +177,8 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which tasks of a source are taken: globs against the names of their directories and the names that they give
-    themselves, then a seeded shuffle, then the first `n_tasks`."""
+    """Selects tasks: by patterns for the names of their directories or their own names, then by a seeded shuffle, then
+    the first `n_tasks`."""
 
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -201,8 +193,7 @@ def resolve_sources(
     verify: bool = True,
     warn: Warn = lambda _: None,
 ) -> list[Task]:
-    """Read all tasks of `sources` that `selection` takes. A source without tasks is an error, and so is a pattern that
-    matches no task of any source."""
+    """Read the selected tasks of `sources`. A source without tasks and a pattern without matches are errors."""
     selection = selection or Selection()
     origins = [origin for source in sources for origin in find_tasks(source, warn=warn)]
     check_patterns(selection.include, origins)
@@ -211,7 +202,7 @@ def resolve_sources(
 
 
 def find_tasks(source: str | Path, *, warn: Warn = lambda _: None) -> list[Origin]:
-    """Where the tasks of one source are, without reading them."""
+    """The origins of a source's tasks, which are not read."""
     path = Path(source)
     text = str(source)
     if path.is_dir():
@@ -224,55 +215,48 @@ def find_tasks(source: str | Path, *, warn: Warn = lambda _: None) -> list[Origi
         message, hint = f"{text}: no such task, directory or repository", f"pier task init {text} makes a task"
         raise TaskError(message, code="source_missing", blame="user", hint=hint)
     commit, directory = check_out(reference.url, reference.ref)
-    found = directory / reference.path
-    origin = Origin(found, git_url=reference.url, git_commit=commit, git_path=reference.path)
-    if not found.is_dir():
+    directory /= reference.path
+    origin = Origin(directory, git_url=reference.url, git_commit=commit, git_path=reference.path)
+    if not directory.is_dir():
         raise TaskError(f"{text}: {reference.path!r} is not a directory at commit {commit}", code="source_missing")
-    return _in_directory(found, origin, warn)
+    return _in_directory(directory, origin, warn)
 
 
 def select(origins: Sequence[Origin], selection: Selection) -> list[Origin]:
-    """The tasks that `selection` takes, in order of their directory's name."""
+    """The selected tasks, sorted by the names of their directories unless they are shuffled."""
     if selection.n_tasks is not None and selection.n_tasks < 0:
         raise UsageError("the number of tasks cannot be negative")
-    ordered = sorted(origins, key=lambda origin: (origin.path.name, str(origin.path)))
-    kept = ordered
-    if selection.include or selection.exclude:
-        kept = [origin for origin in ordered if _matches(tuple(_names(origin)), selection)]
+    selected = sorted(origins, key=lambda origin: (origin.path.name, str(origin.path)))
+    if selection.include:
+        selected = [origin for origin in selected if _matches_any(_names(origin), selection.include)]
+    if selection.exclude:
+        selected = [origin for origin in selected if not _matches_any(_names(origin), selection.exclude)]
     if selection.sample_seed is not None:
-        random.Random(selection.sample_seed).shuffle(kept)
-    return kept if selection.n_tasks is None else kept[: selection.n_tasks]
+        random.Random(selection.sample_seed).shuffle(selected)
+    return selected[: selection.n_tasks]
 
 
 def check_patterns(patterns: Sequence[str], origins: Sequence[Origin]) -> None:
-    """Refuse a pattern that no task of any source matches: it is a typing error."""
-    named = [tuple(_names(origin)) for origin in origins] if patterns else []
+    """Raise `UsageError` for a pattern that matches no task of any source."""
+    names = [name for origin in origins for name in _names(origin)] if patterns else []
     for pattern in patterns:
-        if not any(_fits(names, pattern) for names in named):
+        if not _matches_any(names, [pattern]):
             known = ", ".join(origin.path.name for origin in origins[:8])
-            raise UsageError(f"no task matches {pattern!r}; there are: {known}{', ...' if len(origins) > 8 else ''}")
+            raise UsageError(f"no task matches {pattern!r}; known: {known}{', ...' if len(origins) > 8 else ''}")
 
 
-def _matches(names: Sequence[str], selection: Selection) -> bool:
-    if selection.include and not any(_fits(names, pattern) for pattern in selection.include):
-        return False
-    return not any(_fits(names, pattern) for pattern in selection.exclude)
+def _matches_any(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def _fits(names: Sequence[str], pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names)
-
-
-def _names(origin: Origin) -> Iterator[str]:
-    yield origin.path.name
-    if origin.source:
-        yield f"{origin.source}/{origin.path.name}"
-    if name := _own_name(origin.path):
-        yield name
+def _names(origin: Origin) -> list[str]:
+    directory = origin.path.name
+    names = (directory, origin.source and f"{origin.source}/{directory}", _own_name(origin.path))
+    return [name for name in names if name]
 
 
 def _own_name(directory: Path) -> str | None:
-    """The name that a task gives itself. The rest of its file is checked when the task is loaded."""
+    """The name in a task's file, which is validated later."""
     try:
         with (directory / "task.toml").open("rb") as stream:
             table = tomllib.load(stream).get("task")
@@ -300,7 +284,7 @@ def _in_directory(directory: Path, origin: Origin, warn: Warn) -> list[Origin]:
 
 
 def _compare_with_dataset(path: Path, children: Sequence[Path], warn: Warn) -> None:
-    """Warn when a `dataset.toml` is out of date. The directory decides which tasks there are."""
+    """Warn if a `dataset.toml` does not list the tasks of its directory."""
     try:
         listed = {row.name.rpartition("/")[2] for row in _read(path, Dataset, "dataset").tasks}
     except TaskError as error:
@@ -316,33 +300,30 @@ def _in_file(path: Path, name: str | None) -> list[Origin]:
     if path.suffix == ".toml":
         return _in_dataset(path, Origin(path.parent))
     entry = find_entry(path, name)
-    found: list[Origin] = []
+    origins: list[Origin] = []
     for task in entry.tasks:
         if task.git_url:
             commit, directory = check_out(task.git_url, task.git_commit_id)
-            found.append(Origin(directory / task.path, entry.name, task.git_url, commit, task.path))
+            origins.append(Origin(directory / task.path, entry.name, task.git_url, commit, task.path))
         else:
-            found.append(Origin(path.parent / task.path, entry.name))
-    return found
+            origins.append(Origin(path.parent / task.path, entry.name))
+    return origins
 
 
 def _in_dataset(path: Path, origin: Origin) -> list[Origin]:
-    """The tasks of a `dataset.toml` lie in the directories next to it; digests that it gives must match."""
+    """The tasks of a `dataset.toml`, which are directories next to it. Their digests must match."""
     dataset: Dataset = _read(path, Dataset, "dataset")
-    found: list[Origin] = []
+    origins: list[Origin] = []
     for row in dataset.tasks:
-        short = row.name.rpartition("/")[2]
-        directory = next(
-            (d for d in (path.parent / short, path.parent / row.name) if (d / "task.toml").is_file()), None
-        )
+        candidates = (path.parent / row.name.rpartition("/")[2], path.parent / row.name)
+        directory = next((each for each in candidates if (each / "task.toml").is_file()), None)
         if directory is None:
-            raise TaskError(f"{path}: the task {row.name!r} is not in {path.parent / short}", code="dataset")
+            raise TaskError(f"{path}: the task {row.name!r} is not in {candidates[0]}", code="dataset")
         if row.digest and load_task(directory, verify=False).digest != row.digest:
-            raise TaskError(
-                f"{path}: the task {row.name!r} in {directory} does not have the digest {row.digest}", code="dataset"
-            )
-        found.append(_below(origin, directory, dataset.dataset.name))
-    return found
+            message = f"{path}: the task {row.name!r} in {directory} does not have the digest {row.digest}"
+            raise TaskError(message, code="dataset")
+        origins.append(_below(origin, directory, dataset.dataset.name))
+    return origins
 
 
 def _below(origin: Origin, directory: Path, source: str) -> Origin:

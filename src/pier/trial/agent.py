@@ -1,4 +1,4 @@
-"""The agent's part of a trial: its inputs, its model, its clock, and how its end is judged."""
+"""The agent's part of a trial: its inputs, its run, and who is to blame for its failure."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ R = TypeVar("R")
 log = logging.getLogger(__name__)
 
 _GRACE = 60.0
-"""Seconds that an agent's own handling of its deadline may take, before the trial goes on without it."""
+"""Seconds after its deadline at which the trial stops waiting for an agent."""
 
 _FLOOD = 32
-"""An agent with more model calls at once than this may have caused a rate limit itself, so it is graded."""
+"""An agent with more concurrent model calls may have caused a rate limit itself, so it is graded."""
 
 
 def make_agent(settings: AgentConfig) -> Agent:
-    """The agent that was chosen; options it does not take are refused by name."""
+    """The agent of the settings. Raises `UsageError` for an option that it does not have."""
     kind = find_agent(settings.kind)
     check_options(kind, settings.kwargs)
     return kind()
 
 
 def check_settings(agent: Agent, settings: AgentConfig) -> None:
-    """Refuse ways of running an agent that it does not have."""
+    """Raise `UsageError` for modes that the agent does not support."""
     if settings.direct and not agent.direct:
         raise UsageError(
             f"the agent {agent.name} cannot be run with --direct: "
@@ -68,15 +68,14 @@ def check_settings(agent: Agent, settings: AgentConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ReadyAgent:
-    """An agent that is ready to be mounted, and its version; pier's own agents have pier's."""
+    """The mounts and the version of an agent; pier's own agents have pier's version."""
 
     mounts: tuple[Mount, ...]
     version: str
 
 
 async def prepare_agent(agent: Agent, settings: AgentConfig, say: Callable[[str], None]) -> ReadyAgent:
-    """What must be mounted for the agent: its pack, built now if it is not there yet, and what its options ask for.
-    `say` receives progress of a build."""
+    """Build the agent's pack if it is missing. `say` receives the progress."""
     mounts = agent.mounts(settings.kwargs)
     if agent.pack is None:
         return ReadyAgent(mounts, agent.version or __version__)
@@ -89,7 +88,7 @@ async def prepare_agent(agent: Agent, settings: AgentConfig, say: Callable[[str]
 
 
 def phase_seconds(own: float | None, task: float | None, maximum: float | None, factor: float) -> float | None:
-    """How long a phase may take: the run's own value or the task's, cut at a maximum, times the phase's factor."""
+    """Time limit of a phase: the run's own value, else the task's, up to a maximum, times the phase's factor."""
     value = task if own is None else own
     if maximum is not None:
         value = maximum if value is None else min(value, maximum)
@@ -105,8 +104,7 @@ def describe_run(
     home: str,
     environ: Mapping[str, str],
 ) -> AgentRun:
-    """The agent's inputs for one step, with templates filled from `environ`; the model's endpoint is added when its
-    session is open."""
+    """The agent's inputs for one step, with templates filled from `environ` and without the model's endpoint."""
     settings, own = spec.agent, step.agent.timeout_sec
     seconds = phase_seconds(settings.override_timeout_sec, own, settings.max_timeout_sec, spec.factor("agent"))
     is_oracle = isinstance(agent, OracleAgent)
@@ -130,7 +128,7 @@ def describe_run(
 
 
 _adapter = cache(TypeAdapter)
-"""Checks values of a type; making one takes as long as a part of a trial."""
+"""Validator of a type, cached since it is expensive to create."""
 
 
 def mcp_tables(settings: AgentConfig) -> tuple[McpServerTable, ...]:
@@ -142,20 +140,21 @@ def mcp_tables(settings: AgentConfig) -> tuple[McpServerTable, ...]:
 
 
 def sampling_of(settings: AgentConfig) -> Sampling | None:
-    """The sampling parameters that replace the agent's own; one stop sequence may be given as text."""
-    if not (given := settings.sampling):
+    """The sampling parameters that replace the agent's own. `stop` may be a single text."""
+    if not (values := dict(settings.sampling)):
         return None
     from pier.wire.turn import Sampling
 
-    known = Sampling.__dataclass_fields__
-    for name in given.keys() - known.keys():
-        raise UsageError(f"invalid value '{name}={given[name]}' for --sampling: expected one of {', '.join(known)}")
-    values = {name: [value] if name == "stop" and isinstance(value, str) else value for name, value in given.items()}
+    fields = Sampling.__dataclass_fields__
+    for name in values.keys() - fields.keys():
+        raise UsageError(f"invalid value '{name}={values[name]}' for --sampling: expected one of {', '.join(fields)}")
+    if isinstance(stop := values.get("stop"), str):
+        values["stop"] = [stop]
     try:
         return _adapter(Sampling).validate_python(values)
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
-        shown, expected = f"{name}={given[name]}", f"a value of the type {known[name].type}"
+        shown, expected = f"{name}={settings.sampling[name]}", f"a value of the type {fields[name].type}"
         raise UsageError(f"invalid value {shown!r} for --sampling: expected {expected}") from None
 
 
@@ -166,9 +165,8 @@ def _mcp_servers(task: Task, settings: AgentConfig, environ: Mapping[str, str]) 
 
 
 async def home_of(sandbox: Sandbox, user: str | None) -> str:
-    """The home directory of a user of the sandbox, as its own passwd file says."""
-    wanted = user or sandbox.spec.user or sandbox.spec.image.config.user or "root"
-    name = wanted.partition(":")[0]
+    """The home directory of a user in the sandbox's passwd file."""
+    name = (user or sandbox.spec.user or sandbox.spec.image.config.user or "root").partition(":")[0]
     try:
         rows = (await sandbox.read_file("/etc/passwd")).decode(errors="replace").splitlines()
     except FileNotFoundError:
@@ -181,8 +179,7 @@ async def home_of(sandbox: Sandbox, user: str | None) -> str:
 
 
 async def run_agent(agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: OnOutput) -> AgentError | None:
-    """Run the agent to its end or deadline. An error that is given back, rather than raised, leaves the trial to be
-    graded: the agent ran, however it ended."""
+    """Run the agent to its end or deadline, and return its failure. The trial is graded unless this raises."""
     scope = asyncio.timeout(None if run.seconds is None else run.seconds + _GRACE)
     try:
         async with scope:
@@ -207,8 +204,8 @@ async def run_agent(agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: On
 async def run_until_accepted(
     agent: Agent, sandbox: Sandbox, run: AgentRun, on_output: OnOutput, accept: Accept
 ) -> AgentError | None:
-    """Run the agent, and again as long as `accept` asks for more; all runs share the agent's time. Output that is
-    accepted counts, however the agent ended; an agent that failed is not run again."""
+    """Run the agent again until `accept` takes its output. All runs share the agent's time. Accepted output counts even
+    if the agent failed; a failed agent does not run again."""
     began, number = time.monotonic(), 0
     while True:
         left = None if run.seconds is None else run.seconds - (time.monotonic() - began)
@@ -225,23 +222,20 @@ async def run_until_accepted(
         run.warn(f"the agent's output was not accepted, so the agent runs again ({number})")
 
 
-def check_job_budget(session: Session | None) -> None:
-    """`JobError` if the budget of the whole job cut the agent off: what it left is not a result."""
-    if session is not None and session.pool_ended:
+def check_session(session: Session) -> None:
+    """Raise `JobError` if the job's budget ended the session, and `StorageError` if calls could not be recorded. The
+    agent's work is not graded then."""
+    if session.pool_ended:
         raise JobError(f"the trial was cut off ({session.ended}), so it is not graded", code="job-budget")
-
-
-def check_recording(session: Session | None) -> None:
-    """`StorageError` if calls of the agent failed because they could not be recorded."""
-    if session is not None and session.recorder.lost is not None:
+    if session.recorder.lost is not None:
         raise StorageError(f"the recording of the model calls could not be written: {session.recorder.lost}")
 
 
 async def find_fault(agent: Agent, failed: AgentError | None, session: Session | None) -> PierError | None:
-    """Why the agent's run does not count as a sound one, in view of what its model did; None if it does.
+    """The failure of the agent's run, with its blame; None if it succeeded.
 
-    Only the wire is asked, never the agent's words: some exit with 0 when their provider is gone. Failed side calls (a
-    title, a summary) do not count.
+    The blame is derived from the model calls, never from the agent's output: some agents exit with 0 when their
+    provider fails. Failed side calls (a title, a summary) do not count.
     """
     if session is None:
         return failed
@@ -258,7 +252,7 @@ async def find_fault(agent: Agent, failed: AgentError | None, session: Session |
 
 
 async def provider_fault(session: Session, how: str = "") -> PierError | None:
-    """The fault that the agent's work ended with, if that is not the agent's own."""
+    """The fault of the last call of the agent's work, unless the agent is to blame."""
     counts = session.counts
     if not any(fault != "agent" for fault in counts.faults):
         return None
@@ -267,42 +261,42 @@ async def provider_fault(session: Session, how: str = "") -> PierError | None:
     try:
         ending = await _judge_calls(session, how_work_ended)
     except MemoryError as error:
-        log.warning("the recording of session %s is not asked for faults of its provider: %s", session.id, error)
+        log.warning("cannot look for provider faults in the recording of session %s: %s", session.id, error)
         return None
     fault, status, error = astuple(ending or Ending(*counts.last, None))
-    said = f"status {status}{f': {error}' if error else ''}{how}"
+    detail = f"status {status}{f': {error}' if error else ''}{how}"
     match fault:
         case "rate_limit" if counts.most <= _FLOOD:
-            return ProviderError(f"the agent's last model call met a rate limit: {said}", code="provider_rate_limit")
+            message = f"the agent's last model call exceeded a rate limit: {detail}"
+            return ProviderError(message, code="provider_rate_limit")
         case "quota":
-            said = f"the agent's provider refused its last model call, since a quota is used up: {said}"
-            return ProviderError(said, code="provider_quota", retryable=False)
+            message = f"the agent's provider refused its last model call, since a quota is used up: {detail}"
+            return ProviderError(message, code="provider_quota", retryable=False)
         case "provider":
-            passing = status >= 500 or status in (408, 499)
-            said = f"the agent's last model call failed: {said}"
-            return ProviderError(said, code="provider_error", retryable=passing)
+            is_transient = status >= 500 or status in (408, 499)
+            message = f"the agent's last model call failed: {detail}"
+            return ProviderError(message, code="provider_error", retryable=is_transient)
         case "gateway":
-            return PierError(f"the gateway failed in the agent's last model call: {said}", code="gateway")
+            return PierError(f"the gateway failed in the agent's last model call: {detail}", code="gateway")
         case _:
             return None
 
 
 async def unanswered_fault(session: Session, how: str = "", *, killed: bool = True) -> PierError | None:
-    """The provider's fault if an agent that failed, or was `killed` at its deadline, had waited for a hung model."""
+    """The provider's fault if a model that stopped answering made the agent fail, or be `killed` at its deadline."""
     from pier.trajectory.lineage import waited_without_answer
 
     try:
         waited = await _judge_calls(session, partial(waited_without_answer, until=time.time(), killed=killed))
     except MemoryError:
         return None
-    if not waited:
-        return None
-    return ProviderError(f"the model no longer answered{how}", code="provider_no_answer", retryable=True)
+    error = ProviderError(f"the model no longer answered{how}", code="provider_no_answer", retryable=True)
+    return error if waited else None
 
 
 async def _judge_calls(session: Session, judge: Callable[[list[Generation]], R]) -> R:
-    """Apply a function to the session's calls that are over, from memory or from its recording. `MemoryError` if the
-    recording cannot be read within the limits, which is the agent's doing."""
+    """Apply a function to the session's finished calls, from memory or from its recording. `MemoryError` if the agent
+    made the recording too large to be read."""
     recording = session.terms.recording
     if session.terms.on_generation is not None or recording is None:
         return await asyncio.to_thread(judge, session.generations)
@@ -316,7 +310,7 @@ def _judge_recording(recording: Path, judge: Callable[[list[Generation]], R], *,
 
 
 def usage_of(session: Session | None) -> AgentResult:
-    """What the agent used, as the gateway counted it; nothing is known without one."""
+    """The agent's usage as counted by the gateway; unknown without a session."""
     if session is None:
         return AgentResult()
     meter = session.meter
@@ -324,7 +318,7 @@ def usage_of(session: Session | None) -> AgentResult:
     known["cost_usd"] = 0.0
     if meter.turns:
         known |= {"n_input_tokens": meter.input_tokens, "n_output_tokens": meter.output_tokens}
-        known["cost_usd"] = None  # the meter counts what it knows; the trajectory says whether that is all
+        known["cost_usd"] = None  # the meter may miss some costs; the trajectory knows whether it does
     metadata: dict[str, Any] = {"model_calls": dict(session.counts.ends)}
     if session.counts.retries:
         metadata["model_retries"] = session.counts.retries

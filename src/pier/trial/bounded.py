@@ -1,8 +1,8 @@
-"""Runs a function in a process of pier with limited memory and CPU time, since an agent chose the size of its input.
+"""Runs a function in a child process with limited memory and CPU time, since agents choose the size of its input.
 
-A runner that is killed for its memory loses every running trial; a child that is killed costs one trajectory. One
-child runs at a time. Everything that reads recordings or logs of agents goes through here, but for readers that have a
-limit themselves. `read_back` reads what is small without a child.
+If the runner runs out of memory all trials are lost; if a child does, only one trajectory. One child runs at a time.
+All readers of agents' recordings and logs use this, except those with their own limits. `read_back` reads small
+recordings without a child.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ R = TypeVar("R")
 MEMORY = 2 << 30
 SECONDS = 300
 SMALL = 8 << 20
-"""Bytes of a recording and its requests that are read in this process; that may take thirty times as much memory."""
+"""Maximum bytes of a recording and its requests to read in this process, which may take thirty times as much memory."""
 _PROGRAM = "import sys; sys.path += sys.argv[1:]; from pier.trial.bounded import main; main()"
 _locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 async def read_back(read: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """Call a function that reads a recording of up to `most` bytes: in a thread if that takes little memory, else in
-    a limited process. `MemoryError` as `run_bounded` has it."""
+    """Call a function that reads a recording of at most `most` bytes: in a thread if the recording is small, else in a
+    child as `run_bounded` does."""
     from pier.record.reader import RecordingTooLarge
 
     try:
@@ -46,7 +46,7 @@ async def read_back(read: Callable[..., R], *args: Any, **kwargs: Any) -> R:
 
 
 def read_back_now(read: Callable[..., R], path: Path, *args: Any) -> R:
-    """The same without an event loop, for the recording at `path`. `RecordingTooLarge` instead of `MemoryError`."""
+    """The same without an event loop, for the recording at `path`. `RecordingTooLarge` replaces `MemoryError`."""
     from pier.record.reader import RecordingTooLarge
 
     try:
@@ -59,8 +59,8 @@ def read_back_now(read: Callable[..., R], path: Path, *args: Any) -> R:
 
 
 async def run_bounded(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function of a module of pier in another process. `MemoryError` if it needs more than its limits; `OSError`
-    and `PierError` as they were raised; `ValueError` for other errors."""
+    """Call a function of pier in a child process. `MemoryError` if it exceeds the limits; `OSError` and `PierError` are
+    passed on; other errors are `ValueError`."""
     request = pickle.dumps((MEMORY, function, args, kwargs))
     async with _locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
         process = await asyncio.create_subprocess_exec(*_command(), stdin=PIPE, stdout=PIPE, stderr=PIPE)
@@ -98,7 +98,7 @@ def _result(code: int, answer: bytes, problem: bytes) -> Any:
 
 
 def main() -> None:
-    """The child: read a call from standard input, write its result or error to standard output."""
+    """Run the child: read a call from standard input, write its result or error to standard output."""
     memory, function, args, kwargs = pickle.load(sys.stdin.buffer)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))

@@ -1,10 +1,9 @@
-"""Checks of `pier task check` beyond a task's own files: services, unwanted history, and whether the task is solvable.
+"""Checks of `pier task check` that need more than the task's files: services, solvability, and repository history.
 
-Compose files are read as trials read them; no engine is needed. A task is proven by running it: its own solution must
-earn 1, doing nothing must not, and both every time. History is what an agent could find of a repository beyond the
-commit that it works on: other branches and tags, reflogs and stashes, objects that nothing names any more, a copy under
-another name, a bundle. The look is taken where the agent would: in a sandbox of the task's image, as the agent's user,
-with the image's own git.
+Compose files are read without an engine. A solvable task gives its own solution 1, and doing nothing less, in every
+attempt. History is everything of a repository that is not an ancestor of its HEAD: other branches and tags, reflogs and
+stashes, unreachable objects, a copy under another name, a bundle. It is searched in a sandbox of the task's image, as
+the agent's user, with the image's git.
 """
 
 from __future__ import annotations
@@ -100,26 +99,24 @@ async def prove(
 
 
 _STAND_IN = "1"
-"""The value of a variable that is not set here: a text, a number and a size."""
+"""Placeholder for a variable that is not set: a valid text, number and size."""
 
 
 def lint_services(path: Path) -> list[Problem]:
-    """The problems of the services of the task in a directory; none if the task itself cannot be read."""
+    """The problems of a task's services; none if the task itself cannot be read."""
     try:
         task = load_task(path)
     except TaskError:
         return []
-    files = {task.compose: task.config.environment} if task.compose else {}
+    problems: list[Problem] = []
+    own = _read(task.compose, task.config.environment, problems) if task.compose else None
     for step in task.steps:
         verifier = step.verifier_environment
-        if step.verifier_mode == "separate" and verifier.compose is not None:
-            files.setdefault(verifier.compose, verifier.table)
-    problems: list[Problem] = []
-    read = {file: _read(file, table, problems) for file, table in files.items()}
-    own = read.get(task.compose) if task.compose else None
+        if step.verifier_mode == "separate" and verifier.compose and verifier.compose != task.compose:
+            _read(verifier.compose, verifier.table, problems)
     if own is not None or task.compose is None:
         problems += _lint_names(task, own)
-    return problems
+    return list(dict.fromkeys(problems))
 
 
 def _read(file: Path, table: Environment, problems: list[Problem]) -> Compose | None:
@@ -146,17 +143,16 @@ def _problem(file: Path, error: TaskError) -> Problem:
 def _lint_names(task: Task, compose: Compose | None) -> Iterator[Problem]:
     known = set(compose.services) if compose else {MAIN}
     for step in task.steps:
-        asked = {"artifacts": step.artifacts, "verifier.collect": step.collect}
-        for key, rows in asked.items():
+        for key, rows in (("artifacts", step.artifacts), ("verifier.collect", step.collect)):
             for name in sorted({row.service for row in rows if row.service} - known):
                 where = f"{task.path / 'task.toml'}: {key}"
                 yield Problem("error", "unknown-service", where, f"unknown service {name!r}")
 
 
-_FOUND = "history.tsv"
+_REPORT = "history.tsv"
 _SECONDS = 300.0
-_LONGEST = 16 * 1024 * 1024
-_WORDS = {
+_REPORT_LIMIT = 16 * 1024 * 1024
+_MESSAGES = {
     "commits": "holds commits that are not ancestors of HEAD ({}); the solution may be among them",
     "files": "holds files that no commit of HEAD has ({}), left over from other commits",
     "bundle": "is a bundle of commits{}",
@@ -169,22 +165,22 @@ _SCRIPT = Path(__file__).with_name("history.sh")
 async def find_history(
     task: Task, services: TrialServices, directory: Path, sandbox: SandboxChoice | None = None
 ) -> list[Problem]:
-    """Find history of a task's repository that an agent could see beyond the commit that it works on."""
+    """The problems of repository history in a task's sandbox."""
     record = TrialRecord(directory, Redactor(task_secrets(task, services.environ)))
     record.open()
-    found: list[Problem] = []
+    problems: list[Problem] = []
     try:
         with captured() as failure:
             async with open_environment(task, services, record, choice=sandbox) as environment:
                 for index, step in enumerate(task.steps):
                     await environment.begin_step(index)
-                    found += await _search(environment, user_text(step.agent.user))
+                    problems += await _search(environment, user_text(step.agent.user))
     finally:
         record.close()
     if failure.error is not None:
-        words = f"could not be searched for a repository's history: {failure.error}"
-        return [Problem("warning", "history", str(task.path), words)]
-    return list(dict.fromkeys(found))
+        message = f"could not be searched for a repository's history: {failure.error}"
+        return [Problem("warning", "history", str(task.path), message)]
+    return list(dict.fromkeys(problems))
 
 
 async def _search(environment: TaskSandbox, user: str | None) -> list[Problem]:
@@ -194,12 +190,12 @@ async def _search(environment: TaskSandbox, user: str | None) -> list[Problem]:
         how = f"took longer than {_SECONDS:g} s" if result.timed_out else f"ended with exit code {result.exit_code}"
         raise SandboxError(f"the search {how}: {result.error_text.strip()[-500:]}", retryable=False)
     try:
-        text = await environment.sandbox.read_file(f"{AGENT_LOGS}/{_FOUND}", max_bytes=_LONGEST)
+        text = await environment.sandbox.read_file(f"{AGENT_LOGS}/{_REPORT}", max_bytes=_REPORT_LIMIT)
     except FileNotFoundError:
         return []
     rows = (line.split("\t") for line in text.decode(errors="replace").splitlines())
     return [
-        Problem("warning", "history", f"{environment.task.path}: {row[1]}", _WORDS[row[0]].format(row[2]))
+        Problem("warning", "history", f"{environment.task.path}: {row[1]}", _MESSAGES[row[0]].format(row[2]))
         for row in rows
-        if len(row) == 3 and row[0] in _WORDS
+        if len(row) == 3 and row[0] in _MESSAGES
     ]

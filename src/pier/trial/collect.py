@@ -1,14 +1,14 @@
-"""Takes files out of a sandbox into the trial's directory, and brings them back: artifacts, logs, the agent's state.
+"""Copies files between a sandbox and the trial's directory: artifacts, logs, and the sandbox's state.
 
-What an agent did to its own files never fails a trial; `artifacts/manifest.json` lists what became of each artifact.
-What this machine could not take, keep or hand over does: such a trial has no verdict. Nothing that came out of the
-sandbox is resolved here: every path below goes through `pier.tree`.
+An agent's manipulation of its files never fails a trial; `artifacts/manifest.json` lists the status of each artifact.
+A copy that fails on this machine does: the trial has no verdict. Paths that came out of the sandbox are never resolved
+on this machine: all of them go through `pier.tree`.
 
-The state is what an agent left behind, kept so that it can be graded again without the agent. A step of a multi-step
-task keeps its own below `steps/<name>`. Tests and the verifier's logs are never part of it.
+The state of a sandbox is kept so that it can be graded again without the agent. The steps of a multi-step task keep
+theirs below `steps/<name>`. It does not include tests and the verifier's logs.
 
     <trial>/state/files.tar      every file that differs from the image, with owner and mode
-    <trial>/state/removed.json   what the image has and the sandbox no longer had
+    <trial>/state/removed.json   the paths of the image that were removed in the sandbox
 """
 
 from __future__ import annotations
@@ -36,38 +36,30 @@ from pier.sandbox.contract import DISK_FAULTS, FileInfo, Sandbox, Stream
 from pier.sandbox.linux.changes import measure_tree
 from pier.task.model import Artifact
 from pier.tree import Tree, TreeError, find_entry
-from pier.trial.environment import TaskSandbox
+from pier.trial.environment import TaskSandbox, ending
 from pier.trial.plan import disk_limit
 from pier.trial.record import TrialRecord
 from pier.trial.spec import user_text
 from pier.verifier.changes import ARTIFACTS, TESTS, VERIFIER_LOGS, Note, judge_artifact, limited
 
 LOGS_LIMIT = 512 * 1024 * 1024
-"""How many bytes of logs are taken out of a sandbox at once."""
+"""Maximum bytes of a directory of logs."""
 
 ARTIFACT_LIMIT = 16 * 1024**3
-"""How many bytes one artifact may have."""
+"""Maximum bytes of an artifact."""
 _BLOCK = 4096
 
-_AGENTS_DOING = frozenset(
+_AGENT_CODES = frozenset(
     {
-        "os",
-        "not_found",
-        "not_regular",
-        "not_directory",
-        "too_large",
-        "too_deep",
-        "unsafe_archive",
-        "broken_archive",
-        "copy_lost",
+        *("os", "not_found", "not_regular", "not_directory", "too_large", "too_deep"),
+        *("unsafe_archive", "broken_archive", "copy_lost"),
     }
 )
-"""Codes of errors that an agent can bring about: by what it made of its files, or by killing the process that copies
-them. All others are faults of the infrastructure."""
-
+"""Codes of errors that an agent can cause, by its files or by killing the process that copies them. All others are
+infrastructure faults."""
 
 SHELL = ("/bin/sh", "-c", 'command -v bash >/dev/null 2>&1 && exec bash -c "$0"; exec sh -c "$0"')
-"""Runs the next argument as a shell line: in bash where the image has one, since tasks are written for it."""
+"""Runs the next argument as a shell command: in bash if the image has it, since tasks are written for it."""
 
 _PRE_ARTIFACTS = "/tmp/.pier-pre-artifacts.sh"
 _PRE_ARTIFACTS_SECONDS = 300.0
@@ -79,8 +71,8 @@ Look = Callable[[Tree, list[str]], None]
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What became of one artifact: `source` in the sandbox (absolute), `place` below the directory of artifacts.
-    `mirrored`: it came as a part of an artifact before it."""
+    """The status of an artifact: `source` is its absolute path in the sandbox, `place` its path below the directory of
+    artifacts. `mirrored`: it is a part of an earlier artifact."""
 
     source: str
     place: str
@@ -90,14 +82,14 @@ class Collected:
     service: str = MAIN
     mirrored: bool = False
     reason: str = ""
-    """Why it is not there, if it is too large."""
+    """Why it was not collected, if it is too large."""
 
 
 async def collect(
     environment: TaskSandbox, index: int, directory: Path, extra: Sequence[Artifact] = ()
 ) -> list[Collected]:
-    """Run the hooks of a step, then take its artifacts and the `extra` ones out into `directory`, unless neither the
-    trial's record nor a verifier gets them. Of these only faults of a disk fail the trial."""
+    """Run the hooks of a step, then copy its artifacts and the `extra` ones to `directory`, if the record or a separate
+    verifier needs them. Only disk faults fail the trial."""
     sandbox, record, step = environment.sandbox, environment.record, environment.task.steps[index]
     if (script := environment.task.pre_artifacts) is not None:
         argv = ["bash", _PRE_ARTIFACTS]
@@ -111,12 +103,11 @@ async def collect(
         await _run_hook(environment, place, argv, hook.command, user_text(hook.user), hook.timeout_sec)
     if not record.kept and step.verifier_mode != "separate":
         return []
-    artifacts = (*step.artifacts, *extra)
     most = ARTIFACT_LIMIT
     if step.verifier_mode == "separate":
         disk = disk_limit(step.verifier_environment.table, environment.starter.choice)
         most = min(disk or most, most)
-    return await collect_artifacts(sandbox, artifacts, directory, workdir=environment.workdir, record=record, most=most)
+    return await _collect_all(environment, (_CONVENTIONAL, *step.artifacts, *extra), directory, most)
 
 
 async def _run_hook(
@@ -139,41 +130,35 @@ async def _run_hook(
         record.warn(f"collect hook {name!r}: {error}")
         return
     if not result.ok:
-        how = "took too long" if result.timed_out else f"ended with exit code {result.exit_code}"
-        record.warn(f"collect hook {name!r} {how}: {result.error_text.strip()[-300:]}")
+        record.warn(f"collect hook {name!r} {ending(result)}: {result.error_text.strip()[-300:]}")
 
 
-async def collect_artifacts(
-    sandbox: Sandbox,
-    artifacts: Iterable[Artifact],
-    directory: Path,
-    *,
-    workdir: str,
-    record: TrialRecord,
-    most: int = ARTIFACT_LIMIT,
+async def _collect_all(
+    environment: TaskSandbox, artifacts: Iterable[Artifact], directory: Path, most: int
 ) -> list[Collected]:
-    """Take the conventional directory and `artifacts` out, each of at most `most` bytes, and write the manifest. They
-    are as the agent left them, for this user's eyes only, until `seal_artifacts`."""
-    found: list[Collected] = []
+    """Copy artifacts of at most `most` bytes each and write the manifest. Until `seal_artifacts` they are unchanged and
+    readable for this user only."""
+    sandbox, workdir, record = environment.sandbox, environment.workdir, environment.record
+    collected: list[Collected] = []
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
-    for artifact in (_CONVENTIONAL, *artifacts):
-        place = sandbox.service(artifact.service or MAIN)
-        if place is None:
+    for artifact in artifacts:
+        service = sandbox.service(artifact.service or MAIN)
+        if service is None:
             record.warn(f"artifact {artifact.source}: unknown service {artifact.service!r}")
-            where = artifact.destination or artifact.source.lstrip("/")
-            found.append(Collected(artifact.source, where, "skipped", service=str(artifact.service)))
+            place = artifact.destination or artifact.source.lstrip("/")
+            collected.append(Collected(artifact.source, place, "skipped", service=str(artifact.service)))
             continue
-        row = await _collect(place, artifact, directory, workdir, found, record, most)
+        row = await _collect(service, artifact, directory, workdir, collected, record, most)
         if row is not None:
-            found.append(replace(row, service=artifact.service or MAIN))
-    rows = record.redactor.value([_manifest_row(row) for row in found])
+            collected.append(replace(row, service=artifact.service or MAIN))
+    rows = record.redactor.value([_manifest_row(row) for row in collected])
     files.write_json(directory / "manifest.json", rows, durable=False)
-    return found
+    return collected
 
 
 async def seal_artifacts(directory: Path, record: TrialRecord) -> None:
-    """Take secrets out of collected artifacts, when no verifier needs them any more. Idempotent."""
+    """Remove secrets from collected artifacts, once no verifier needs them. Idempotent."""
     try:
         if directory.stat().st_mode & 0o055:
             return
@@ -216,7 +201,7 @@ async def _collect(
         try:
             status, is_directory = await _take(sandbox, source, artifact.exclude, kept, place, record, most)
         except (FileNotFoundError, SandboxError, TreeError) as error:
-            if isinstance(error, SandboxError) and error.code not in _AGENTS_DOING:
+            if isinstance(error, SandboxError) and error.code not in _AGENT_CODES:
                 raise
             if getattr(error, "code", "") == "too_large":
                 reason = f"not collected: larger than {most} bytes, or too many files"
@@ -229,21 +214,21 @@ async def _collect(
 async def _take(
     sandbox: Sandbox, source: str, exclude: tuple[str, ...], kept: Tree, place: str, record: TrialRecord, most: int
 ) -> tuple[Status, bool]:
-    """Take one artifact out; its status, and whether it is a directory. Small files take more space than they have
-    bytes."""
+    """Copy an artifact to `place`; return its status and whether it is a directory."""
     incoming = _unused(kept.path)
     try:
         left_out = await sandbox.download(source, incoming, exclude=exclude, max_bytes=most, keep_empty=False)
-        came = find_entry(incoming)
+        entry = find_entry(incoming)
+        # Small files take more space than their size.
         if most < ARTIFACT_LIMIT and await asyncio.to_thread(measure_tree, str(incoming)) > most:
             raise TreeError("too_large", f"it takes more than {most} bytes of disk: {source}")
-        if came is not None:
+        if entry is not None:
             _store(kept, incoming, place)
     finally:
         remove(str(incoming))
     if left_out:
         record.log(f"artifact {source}: left out, as neither files nor links: {', '.join(left_out[:10])}")
-    return ("ok", came.kind == "directory") if came is not None else ("empty", True)
+    return ("ok", entry.kind == "directory") if entry is not None else ("empty", True)
 
 
 def _store(kept: Tree, incoming: Path, place: str) -> None:
@@ -255,21 +240,21 @@ def _store(kept: Tree, incoming: Path, place: str) -> None:
 
 def _manifest_row(row: Collected) -> dict[str, object]:
     kind = "directory" if row.is_directory or row.source == ARTIFACTS else "file"
-    shown: dict[str, object] = {"source": row.source, "destination": f"artifacts/{row.place}", "type": kind}
-    shown["status"] = row.status
+    table: dict[str, object] = {"source": row.source, "destination": f"artifacts/{row.place}", "type": kind}
+    table["status"] = row.status
     if row.service != MAIN:
-        shown["service"] = row.service
+        table["service"] = row.service
     if row.exclude:
-        shown["exclude"] = list(row.exclude)
-    return shown
+        table["exclude"] = list(row.exclude)
+    return table
 
 
 async def hand_over(
     sandbox: Sandbox, collected: Iterable[Collected], directory: Path, *, workdir: str, record: TrialRecord
 ) -> list[Note]:
-    """Put artifacts into a verifier's own sandbox, each at the path that it came from. Nothing of the agent's may land
-    where the verifier keeps its tests and its verdict, and no link may lead out of its artifact; the notes say what was
-    left out, and what could steer the verifier."""
+    """Copy artifacts into a separate verifier's sandbox, at their original paths. Files in the verifier's own
+    directories and links that lead out of their artifact are left out. Returns notes on these, and on files that could
+    influence the verifier."""
     notes: list[Note] = []
     with Tree(directory) as kept:
         for row in collected:
@@ -278,7 +263,7 @@ async def hand_over(
             if row.status != "ok" or row.mirrored:
                 continue
             if any(PurePosixPath(row.source).is_relative_to(place) for place in (TESTS, VERIFIER_LOGS)):
-                record.warn(f"artifact {row.source}: not handed to the verifier, this place is the verifier's own")
+                record.warn(f"artifact {row.source}: not handed to the verifier, this path is the verifier's own")
                 continue
             if not row.is_directory and PurePosixPath(workdir).is_relative_to(row.source):
                 detail = "not handed over: it is a file, and the verifier works in or below a directory of this path"
@@ -292,16 +277,20 @@ async def hand_over(
 
 
 def space_for(directory: Path) -> int:
-    """How many bytes of disk the artifacts in a directory may take on any file system."""
+    """Bytes of disk that the artifacts in a directory may take on any file system."""
     with Tree(directory) as kept:
         return sum(entry.size + _BLOCK for entry in kept.entries(limit=sys.maxsize))
 
 
 async def _put(sandbox: Sandbox, kept: Tree, row: Collected, left_out: frozenset[str]) -> None:
-    """Nothing of the agent's runs in this sandbox, so a copy that is killed there is the machine's fault."""
+    """Copy an artifact. No process of the agent runs in this sandbox, so a lost copy is the machine's fault."""
     try:
         if not any(PurePosixPath(own).is_relative_to(row.source) for own in (TESTS, VERIFIER_LOGS)):
-            await _clear(sandbox, row.source)
+            try:  # the path may be of another kind in the verifier's image
+                await sandbox.remove(row.source)
+            except SandboxError as error:
+                if error.code != "not_directory":
+                    raise
         with kept.reached(row.place) as source:
             await sandbox.upload(source, row.source, leave_out=left_out)
     except (SandboxError, OSError) as error:
@@ -310,28 +299,19 @@ async def _put(sandbox: Sandbox, kept: Tree, row: Collected, left_out: frozenset
         raise StorageError(f"artifact {row.source}: cannot be handed to the verifier: {error}") from error
 
 
-async def _clear(sandbox: Sandbox, path: str) -> None:
-    """Remove what the verifier's image has at a path, which may be of another kind than the artifact."""
-    try:
-        await sandbox.remove(path)
-    except SandboxError as error:
-        if error.code != "not_directory":
-            raise
-
-
 async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRecord, look: Look | None = None) -> None:
-    """Take a directory of logs out into `target`, next to what is there already, which stays. Names of recordings are
-    the gateway's: none comes out. What the agent or the
-    tests made of that place is a warning, not the trial's failure. `look` sees the directory as it came, before secrets
-    are taken out of it, and what was left out. Only the user may read what is kept, since logs hold conversations."""
+    """Copy a directory of logs to `target`, except files that exist there or have the name of a recording, which is the
+    gateway's. If the agent or the tests made it unreadable that is a warning. `look` receives the directory before
+    secrets are removed, and the paths that were left out. Only this user may read the copy, since logs contain
+    conversations."""
     target.mkdir(parents=True, exist_ok=True)
     incoming = _unused(target)
     try:
         left_out = await sandbox.download(source, incoming, max_bytes=LOGS_LIMIT, keep_empty=False)
-        came = find_entry(incoming)
-        if came is not None and came.kind != "directory":
+        entry = find_entry(incoming)
+        if entry is not None and entry.kind != "directory":
             record.warn(f"{source}: not a directory, not collected")
-        elif came is not None:
+        elif entry is not None:
             with Tree(incoming) as logs:
                 if look is not None:
                     look(logs, left_out)
@@ -343,7 +323,7 @@ async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRe
     except FileNotFoundError:
         return
     except (SandboxError, TreeError) as error:
-        if isinstance(error, SandboxError) and error.code not in _AGENTS_DOING:
+        if isinstance(error, SandboxError) and error.code not in _AGENT_CODES:
             raise
         record.warn(f"{source}: not collected: {error}")
     finally:
@@ -351,13 +331,13 @@ async def take_logs(sandbox: Sandbox, source: str, target: Path, record: TrialRe
 
 
 def _is_small(logs: Tree) -> bool:
-    """Whether a directory holds a few files and nothing else, so that a thread would cost more than it saves."""
+    """Whether a directory has only a few files, which are faster to process without a thread."""
     entries = logs.listed()
     return len(entries) <= 16 and all(entry.kind == "file" for entry in entries)
 
 
 def _merge(logs: Tree, target: Path) -> None:
-    """Move what is in a directory to another, but for names that are taken there and those of recordings."""
+    """Move the entries of a directory to another, except existing names and those of recordings."""
     with Tree(target) as kept:
         for name in os.listdir(logs.fd):
             if name not in FILE_NAMES and kept.find(name) is None:
@@ -365,7 +345,7 @@ def _merge(logs: Tree, target: Path) -> None:
 
 
 def _unused(target: Path) -> Path:
-    """A name next to `target`, on the same file system, for what is not yet known to belong there."""
+    """A temporary path next to `target`, on the same file system."""
     return target.with_name(f".incoming.{secrets.token_hex(6)}")
 
 
@@ -374,34 +354,34 @@ _FILES, _REMOVED = "files.tar", "removed.json"
 _SECONDS = 900.0
 _CHUNK = 1 << 20
 _CHANGED_MEANWHILE = 1
-"""What tar ends with when a process that still runs wrote to a file while it was read. Others end with it, and write
-nothing, when they do not know an option."""
+"""Exit code of GNU tar when a file changed while it was read. Other tars use it, without output, for an unknown
+option."""
 
 _LIMIT = 64 * 1024**3
-"""How many bytes a state may have; a sparse file counts whole."""
+"""Maximum bytes of a state, including holes of sparse files."""
 _NOT_STATE = (TESTS, VERIFIER_LOGS)
 
 
 async def keep_state(sandbox: Sandbox, directory: Path) -> None:
-    """Write the sandbox's state to `directory`. A `SandboxError` if this backend or task cannot. The image's own tar
-    keeps it in one go; where the image has none that can (busybox, none at all), each path is copied by pier."""
+    """Write the sandbox's state to `directory`; `SandboxError` if the backend or the task does not support it. The
+    image's tar archives it at once; if the image has no GNU tar pier copies each path."""
     if others := [name for name in sandbox.services() if name != MAIN]:
-        message = f"no state is kept: what other services hold ({', '.join(others)}) cannot be brought back"
+        message = f"no state is kept: that of other services ({', '.join(others)}) cannot be restored"
         raise SandboxError(message, code="no_state", retryable=False)
     changes = await sandbox.changes()
     if changes is None:
-        message = "this backend cannot list what changed, so no state is kept"
+        message = "no state is kept: this backend cannot list changes"
         raise SandboxError(message, code="no_state", blame="user", retryable=False)
     kept = [change.path for change in changes if change.kind != "removed" and not is_left_out(change.path)]
     directory.mkdir(parents=True)
-    (directory / _FILES).touch(0o600, exist_ok=False)  # it is exact, so it may hold secrets
+    (directory / _FILES).touch(0o600, exist_ok=False)  # its secrets are not removed
     if not await _keep_at_once(sandbox, kept, directory / _FILES):
         await _keep_each(sandbox, kept, directory / _FILES)
     write_json(directory / _REMOVED, [change.path for change in changes if change.kind == "removed"], durable=False)
 
 
 async def _keep_at_once(sandbox: Sandbox, paths: list[str], target: Path) -> bool:
-    """Write an archive of some paths with the image's tar; whether it could."""
+    """Archive paths with the image's tar, and return whether it succeeded."""
     with target.open("wb") as stream:
 
         def save(name: Stream, data: bytes) -> None:
@@ -422,7 +402,7 @@ async def _keep_at_once(sandbox: Sandbox, paths: list[str], target: Path) -> boo
 
 
 async def _keep_each(sandbox: Sandbox, paths: list[str], target: Path) -> None:
-    """The same without the image's tar. What is gone or no regular file or link meanwhile is left out."""
+    """Archive paths without the image's tar, except those that vanished or changed their kind."""
     files = {path.lstrip("/") for path in paths}
     with tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as archive:
         for path in _with_parents(paths):
@@ -458,7 +438,7 @@ def _check_size(size: int) -> None:
 
 
 async def restore_state(sandbox: Sandbox, directory: Path) -> None:
-    """Bring a kept state into a sandbox of the same image."""
+    """Restore a kept state in a sandbox of the same image."""
     for change in await sandbox.changes() or ():
         if change.kind == "added" and not is_left_out(change.path):
             await sandbox.remove(change.path)
@@ -474,7 +454,7 @@ async def _chunks(path: Path) -> AsyncIterator[bytes]:
 
 
 def has_state(directory: Path) -> bool:
-    """Whether a whole state was kept in `directory`; the list of what was removed is written last."""
+    """Whether `directory` has a complete state. The list of removed paths is written last."""
     return (directory / _REMOVED).is_file()
 
 
@@ -484,11 +464,6 @@ def is_left_out(path: str) -> bool:
 
 
 def _with_parents(paths: list[str]) -> list[str]:
-    """The paths relative to the root, each after the directories that hold it."""
-    found: dict[str, None] = {}
-    for path in paths:
-        relative = PurePosixPath(path.lstrip("/"))
-        for parent in reversed(relative.parents[:-1]):
-            found[str(parent)] = None
-        found[str(relative)] = None
-    return list(found)
+    """The paths relative to the root, each after its parent directories."""
+    relative = [PurePosixPath(path.lstrip("/")) for path in paths]
+    return list(dict.fromkeys(str(each) for path in relative for each in (*reversed(path.parents[:-1]), path)))

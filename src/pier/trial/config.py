@@ -1,9 +1,8 @@
 """The settings of a trial: its agent, its sandboxes, its verifier, and the limits on model use.
 
-They are the tables of a job's settings of the same names (see `pier.job.config`), and go as they are from a job file to
-the trial. Keys are Harbor's. A field's description is its help; a `Flag` in its annotation is its spelling on the
-command line. Fields added after the first release are left out of dumps at their default (`exclude_if`), so that a job
-from before they existed is still recognised as the same job.
+A job's settings have them as tables of the same names (see `pier.job.config`). Keys are Harbor's. A field's description
+is its help, and a `Flag` in its annotation its flag on the command line. Fields added after the first release are left
+out of dumps at their default (`exclude_if`), so that older jobs are still recognised as the same job.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 Policy = Literal["auto", "limit", "request", "guarantee", "ignore"]
 ApiFormat = Literal["openai_chat_completions", "openai_responses", "anthropic_messages", "google_generate_content"]
 Form = Literal["value", "pairs", "typed-pairs", "json", "text-file", "mcp-file"]
-"""How a flag's text becomes a value: as it is, from NAME=VALUE (typed: VALUE may be JSON), from JSON, from a file."""
+"""Syntax of a flag's value: plain text, NAME=VALUE (typed: VALUE may be JSON), JSON, or a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """The spelling of a setting on the command line: its names, separated by spaces, with `/` before the negative ones.
-    `common` is its place among the flags that help shows first. With `entry` the value is that entry of a table; with
-    `joins` a list adds to that of the job files."""
+    """The command line flag of a setting: its names, separated by spaces, with `/` before the negative ones. `common`
+    is its position among the flags that help shows first. `entry` is the key of the value in a table. With `joins` a
+    list extends that of the job files."""
 
     names: str
     metavar: str | None = None
@@ -60,7 +59,7 @@ class SettingsTable(BaseModel):
     @field_validator("*")
     @classmethod
     def _is_finite(cls, value: Any) -> Any:
-        """JSON has no NaN and no infinity: written down, they are null, as which another trial may count."""
+        """JSON writes NaN and infinity as null, which would be another setting."""
         if isinstance(value, dict | list) and not _all_finite(value):
             raise ValueError("expected finite numbers")
         return value
@@ -164,7 +163,7 @@ class AgentConfig(SettingsTable):
 
     @property
     def connection(self) -> dict[str, str]:
-        """Replaces the model's own address, key and format."""
+        """Settings that replace the model's own address, key and format."""
         return self.model_dump(include={"base_url", "model_api_key_name", "model_api_format"}, exclude_none=True)
 
     @property
@@ -174,7 +173,7 @@ class AgentConfig(SettingsTable):
 
     @property
     def kind(self) -> str:
-        """The agent as `find_agent` takes it."""
+        """The agent's name for `find_agent`."""
         return self.import_path or str(self.name)
 
 
@@ -232,17 +231,17 @@ class EnvironmentConfig(SettingsTable):
     @classmethod
     def _old_spelling(cls, data: Any) -> Any:
         if isinstance(data, dict) and ("mounts" in data or "mounts_json" in data):
-            given = data.get("mounts") or data.get("mounts_json") or []
-            data = {key: value for key, value in data.items() if key != "mounts_json"} | {"mounts": given}
+            mounts = data.get("mounts") or data.get("mounts_json") or []
+            data = {key: value for key, value in data.items() if key != "mounts_json"} | {"mounts": mounts}
         return data
 
     @property
     def backend(self) -> str:
-        """The backend as `open_backend` takes it."""
+        """The backend's name for `open_backend`."""
         from pier.sandbox import BACKENDS
 
-        known = {place: name for name, place in BACKENDS.items()}
-        return known.get(self.import_path or "") or self.import_path or self.type or "local"
+        names = {path: name for name, path in BACKENDS.items()}
+        return names.get(self.import_path or "") or self.import_path or self.type or "local"
 
 
 class VerifierConfig(SettingsTable):

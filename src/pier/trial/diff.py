@@ -1,8 +1,8 @@
-"""The changes of an agent in the working directory of a task, as a diff that is kept with the trial.
+"""The agent's changes in the task's working directory, as a diff in the trial's directory.
 
-The sandbox lists from outside which files changed, so nothing inside can hide one. What a file had before comes from a
-sandbox of the same image that no agent worked in; that is started only if a file that was there before has changed.
-Sizes are bounded, secrets are removed, and what is not text is named.
+The backend lists changed files from outside the sandbox, so nothing inside can hide one. The original content comes
+from a second sandbox of the same image, which is started only if an existing file has changed. Sizes are bounded, and
+secrets are removed. Binary files are only named.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from pier.verifier.changes import LOGS, TESTS, changed_since
 
 CHANGES = "changes.diff"
 MOST_LINES = 2_000
-"""Files that differ in more lines are shown as removed and written again: finding the shortest diff takes too long."""
+"""Beyond this number of lines a file is shown as removed and added, since a shortest diff takes too long to find."""
 _MOST_FILES = 200
 _FILE_BYTES = 256 << 10
 _DIFF_CHARACTERS = 2_000_000
 _SECONDS = 30.0
 _MADE = frozenset({".git", "__pycache__", "node_modules", ".venv", ".pytest_cache", ".mypy_cache", ".ruff_cache"})
-"""Directories of files that programs make by the thousand."""
+"""Directories of generated files."""
 
 
 def unified(path: str, before: str, after: str) -> str:
@@ -50,8 +50,8 @@ def unified(path: str, before: str, after: str) -> str:
 
 
 async def keep_diff(environment: TaskSandbox, index: int, target: Path) -> None:
-    """Write what changed in the working directory since the step began to `target`, compared with the files that the
-    task gives. Nothing is written if nothing changed or the backend cannot list it; what goes wrong is a warning."""
+    """Write the changes of a step in the working directory to `target`, if there are any and the backend can list them.
+    Failures are warnings."""
     try:
         async with limit(_SECONDS, lambda: SandboxError(f"it took longer than {_SECONDS:g} s")):
             text = await _diff(environment, index)
@@ -69,6 +69,7 @@ async def _diff(environment: TaskSandbox, index: int) -> str:
     changed = sorted(changed_since(environment.before, after), key=lambda change: change.path)
     inside = [change for change in changed if _is_work(change.path, environment.workdir)]
     known = {change.path for change in environment.before}
+    redactor = environment.record.redactor
     parts: list[str] = []
     async with AsyncExitStack() as stack:
         clean: Sandbox | None = None
@@ -79,8 +80,8 @@ async def _diff(environment: TaskSandbox, index: int) -> str:
             before = await _content(clean, change.path) if clean and not is_new else ""
             now = await _content(environment.sandbox, change.path) if change.kind != "removed" else ""
             path = printable(change.path)
-            found = await asyncio.to_thread(_file_diff, path.lstrip("/"), before, now, environment.record.redactor)
-            parts.append(found or (f"Empty file {path}\n" if is_new else ""))
+            text = await asyncio.to_thread(_file_diff, path.lstrip("/"), before, now, redactor)
+            parts.append(text or (f"Empty file {path}\n" if is_new else ""))
             if sum(map(len, parts)) > _DIFF_CHARACTERS:
                 break
     if rest := len(inside) - len(parts):
@@ -89,19 +90,17 @@ async def _diff(environment: TaskSandbox, index: int) -> str:
 
 
 def _is_work(path: str, workdir: str) -> bool:
-    """Whether a file counts as work of the agent. Where the whole root is the working directory, files that begin with
-    a dot are settings of programs."""
-    top = PurePosixPath(workdir)
+    """Whether a file counts as the agent's work. If the working directory is the root, hidden files do not."""
     file = PurePosixPath(path)
-    if not file.is_relative_to(top) or any(file.is_relative_to(place) for place in (LOGS, TESTS)):
+    if not file.is_relative_to(workdir) or file.is_relative_to(LOGS) or file.is_relative_to(TESTS):
         return False
-    parts = file.relative_to(top).parts
+    parts = file.relative_to(workdir).parts
     return not (_MADE.intersection(parts) or (workdir == "/" and any(part.startswith(".") for part in parts)))
 
 
 @asynccontextmanager
 async def _clean(environment: TaskSandbox, index: int) -> AsyncIterator[Sandbox]:
-    """A sandbox with the files that the task gives for a step."""
+    """A new sandbox with the task's files for a step."""
     starter = environment.starter
     plan = replace(agent_plan(starter.task, starter.choice, starter.environ), compose=None)
     async with starter.open(plan, NONE, "before", image=starter.choice.snapshot) as (clean, workdir):
@@ -112,7 +111,7 @@ async def _clean(environment: TaskSandbox, index: int) -> AsyncIterator[Sandbox]
 
 
 async def _content(sandbox: Sandbox, path: str) -> str | None:
-    """The text of a file, empty if there is none; None for what is too large or no text."""
+    """The text of a file, empty if it is missing; None if it is too large or binary."""
     try:
         data = await sandbox.read_file(path, max_bytes=_FILE_BYTES)
     except FileNotFoundError:
@@ -127,7 +126,7 @@ async def _content(sandbox: Sandbox, path: str) -> str | None:
 
 
 def _file_diff(path: str, before: str | None, after: str | None, redactor: Redactor) -> str:
-    """The diff of a file without its secrets: in a diff the lines of one would no longer stand together."""
+    """The diff of a file. Secrets are removed first, since a diff could separate the lines of one."""
     if before is None or after is None:
         return f"Binary or large file {path} differs\n"
     return unified(path, redactor.text(before), redactor.text(after))

@@ -1,7 +1,7 @@
-"""Running sandboxes of a task: `open_environment` starts the one that an agent or a person works in.
+"""Sandboxes of a task: `open_environment` starts the one that an agent or a person works in.
 
-What is opened here can be worked in for hours and graded any number of times (`pier.trial.verify.grade`). The same
-value starts the further sandboxes that grading needs, with the same image, limits, services and log.
+It can be graded any number of times (`pier.trial.verify.grade`). Its `SandboxStarter` starts further sandboxes for
+grading, with the same image, limits, services and log.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pier.errors import SandboxError, TaskError
 from pier.image.model import Image, OnProgress
 from pier.network.policy import Decision, NetworkPolicy, OnDecision
 from pier.sandbox.compose import Compose, Composition
-from pier.sandbox.contract import Change, Mount, Sandbox, SandboxSpec
+from pier.sandbox.contract import Change, Mount, Result, Sandbox, SandboxSpec
 from pier.sandbox.host import refuse_hidden
 from pier.secret import secret_values
 from pier.task import Task, resolve_env
@@ -46,10 +46,10 @@ from pier.verifier.changes import ARTIFACTS, LOGS, TESTS, VERIFIER_LOGS
 from pier.verifier.secure import make_folders
 
 SERVICES = "services"
-"""Where the logs of a task's services are, below the directory of its trial."""
+"""Directory of the services' logs in the directory of a trial."""
 _NOT_CONTENT = ("Dockerfile", ".dockerignore", COMPOSE_NAME)
 _PLACEHOLDER = ".gitkeep"
-"""Keeps a directory in git that has nothing else in it."""
+"""File that keeps an empty directory in git."""
 
 T = TypeVar("T")
 GetMounts = Callable[[], Awaitable[Iterable[Mount]]]
@@ -57,8 +57,7 @@ GetMounts = Callable[[], Awaitable[Iterable[Mount]]]
 
 @dataclass(frozen=True, slots=True)
 class SandboxStarter:
-    """Starts the sandboxes of one task: the one that is worked in, and those that grading needs. `factor` multiplies
-    the time that the task allows for that."""
+    """Starts the sandboxes of one task, for the agent and for grading. `factor` multiplies the task's time limit."""
 
     task: Task
     services: TrialServices
@@ -72,12 +71,12 @@ class SandboxStarter:
 
     @property
     def environ(self) -> Mapping[str, str]:
-        """The variables that templates are filled from."""
+        """Variables for templates."""
         return self.services.environ
 
     @property
     def build_seconds(self) -> float:
-        """How long getting an image, starting a sandbox or setting up a step may take."""
+        """Time limit for getting an image, starting a sandbox or setting up a step."""
         return self.task.config.environment.build_timeout_sec * self.factor
 
     async def get_image(self, plan: SandboxPlan) -> Image:
@@ -98,10 +97,12 @@ class SandboxStarter:
         bare: bool = False,
         room: int = 0,
     ) -> AsyncIterator[tuple[Sandbox, str]]:
-        """A sandbox with the directories and files that every task may count on, and its working directory. `suffix`
-        goes to its name; `watch` sees the decisions of its network policy; `image` is a snapshot that has the files.
-        The environment's variables are filled in here and live in the sandbox only. It sees neither the task nor the
-        trial, not even by a mount. With `bare` it is as its image is. `room` is space beyond its limit on disk."""
+        """Start a sandbox with the directories and files of every task, and yield it with its working directory.
+
+        `suffix` is appended to its name; `watch` receives the decisions of its network policy; `image` is a snapshot
+        that has the files already. Templates of variables are filled in here, so their values exist in the sandbox
+        only. The directories of the task and the trial are hidden, also from mounts. With `bare` nothing is added to
+        the image. `room` is added to the disk limit."""
 
         def note(decision: Decision) -> None:
             self.record.note_network(decision)
@@ -153,8 +154,8 @@ class SandboxStarter:
 
 @dataclass(slots=True)
 class TaskSandbox:
-    """A running sandbox of a task. `before` is what differed from the image when work on the present step began, which
-    is what grading compares with; None if the backend cannot list it."""
+    """A running sandbox of a task. `before` are the changes from the image at the start of the current step, which
+    grading compares with; None if the backend cannot list them."""
 
     sandbox: Sandbox
     workdir: str
@@ -177,8 +178,8 @@ class TaskSandbox:
             self.network = policy
 
     async def begin_step(self, index: int) -> None:
-        """Make the sandbox ready for work on a step: what earlier steps left in the conventional directories goes, the
-        step's own files come, its set-up script and its health check run."""
+        """Prepare the sandbox for a step: empty the conventional directories, add the step's files, and run its set-up
+        script and its health check."""
         if index:
             for path in (TESTS, VERIFIER_LOGS, AGENT_LOGS, ARTIFACTS):
                 await self.sandbox.remove(path)
@@ -202,11 +203,10 @@ async def open_environment(
     clock: Clock | None = None,
     on_progress: OnProgress | None = None,
 ) -> AsyncIterator[TaskSandbox]:
-    """A running, healthy sandbox of `task` with the files of the task in it; it ends with the context.
+    """Start a sandbox of `task` with the task's files and wait until it is healthy. It ends with the block.
 
-    What the backend cannot run or enforce is refused before anything starts. `network` is the plan of the phases if it
-    is not the task's own. `get_mounts` gives further mounts; it is called when the image is there. `factor` multiplies
-    the time that the task allows for the start.
+    Tasks that the backend cannot run or enforce are refused first. `network` replaces the task's own network plan.
+    `get_mounts` is called for further mounts once the image is available. `factor` multiplies the task's time limit.
     """
     choice, clock, backend = choice or SandboxChoice(), clock or Clock(record), services.backend
     logs = ServiceLogs(record.directory / SERVICES, record)
@@ -236,7 +236,7 @@ async def open_environment(
 
 
 def task_secrets(task: Task, environ: Mapping[str, str]) -> list[str]:
-    """The secrets in the variables of a task, as far as they can be filled in."""
+    """The secrets in the variables of a task, without those whose variables are missing."""
     tables = [task.config.environment.env, task.config.solution.env]
     for step in task.steps:
         tables += [step.verifier.env, step.verifier_environment.table.env]
@@ -244,7 +244,7 @@ def task_secrets(task: Task, environ: Mapping[str, str]) -> list[str]:
 
 
 class ServiceLogs:
-    """The output of services, kept below a directory of the trial: one file for each service."""
+    """The output of services: one file for each below a directory of the trial."""
 
     def __init__(self, directory: Path, record: TrialRecord) -> None:
         self._directory = directory
@@ -252,7 +252,7 @@ class ServiceLogs:
         self._files: dict[Path, OutputFile] = {}
 
     def of(self, group: str) -> Callable[[str, bytes], None]:
-        """Where the services of one group print to; `group` is empty for those of the agent."""
+        """The output callback for one group of services; the agent's group is empty."""
 
         def keep(service: str, data: bytes) -> None:
             path = self._directory / group / f"{service}.log"
@@ -263,14 +263,14 @@ class ServiceLogs:
         return keep
 
     def close(self) -> None:
-        """Write what was held back. Idempotent."""
+        """Flush and close the files. Idempotent."""
         while self._files:
             self._files.popitem()[1].__exit__()
 
 
 async def _add_files(sandbox: Sandbox, asked: str | None, content: Path | None) -> str:
-    """Make the directories that every task may count on, and bring the files that the image does not hold; the working
-    directory, which is made if it is `asked` for."""
+    """Create the conventional directories and the `asked` working directory, upload the files that are not in the
+    image, and return the working directory."""
     workdir = asked or sandbox.spec.workdir or sandbox.spec.image.config.workdir or "/"
     folders = {LOGS: 0o755, AGENT_LOGS: 0o777, VERIFIER_LOGS: 0o777, ARTIFACTS: 0o777}
     if asked and asked != "/":
@@ -284,7 +284,7 @@ async def _add_files(sandbox: Sandbox, asked: str | None, content: Path | None) 
         return workdir
 
     def left_out(directory: str, names: list[str]) -> set[str]:
-        """Files that describe how to build the image; these count at the top only."""
+        """The files that define the image, which are not content at the top level."""
         return set(names) & set(_NOT_CONTENT) if Path(directory) == content else set()
 
     with tempfile.TemporaryDirectory(prefix="pier-content.") as name:
@@ -295,7 +295,7 @@ async def _add_files(sandbox: Sandbox, asked: str | None, content: Path | None) 
 
 
 async def prepare_step(starter: SandboxStarter, index: int, sandbox: Sandbox, workdir: str) -> None:
-    """Bring a step's files into the working directory, run its set-up script and wait for its health check."""
+    """Upload a step's files to the working directory, run its set-up script and wait for its health check."""
     step = starter.task.steps[index]
     user = user_text(step.agent.user)
     if step.workdir is not None:
@@ -304,28 +304,29 @@ async def prepare_step(starter: SandboxStarter, index: int, sandbox: Sandbox, wo
             script = f"{workdir.rstrip('/')}/setup.sh"
             result = await sandbox.exec(["bash", script], cwd=workdir, user=user, timeout=starter.build_seconds)
             if not result.ok:
-                how = "took too long" if result.timed_out else f"ended with exit code {result.exit_code}"
-                raise TaskError(f"step {step.name!r}: setup.sh {how}: {result.error_text[-500:]}", code="step_setup")
+                message = f"step {step.name!r}: setup.sh {ending(result)}: {result.error_text[-500:]}"
+                raise TaskError(message, code="step_setup")
     if step.healthcheck is not None:
         await wait_until_healthy(sandbox, step.healthcheck, cwd=workdir, user=user)
 
 
+def ending(result: Result) -> str:
+    """The outcome of a command that failed."""
+    return "took too long" if result.timed_out else f"ended with exit code {result.exit_code}"
+
+
 async def wait_until_healthy(sandbox: Sandbox, check: Healthcheck, *, cwd: str, user: str | None = None) -> None:
-    """Return when the check's command succeeds; `SandboxError` with code `healthcheck` when it does not."""
-    begun = time.monotonic()
+    """Return once the check's command succeeds. `SandboxError` with code `healthcheck` if it fails too often."""
+    start_end = time.monotonic() + check.start_period_sec
     failures = 0
     while True:
-        starting = time.monotonic() < begun + check.start_period_sec
+        starting = time.monotonic() < start_end
         result = await sandbox.exec(["/bin/sh", "-c", check.command], cwd=cwd, user=user, timeout=check.timeout_sec)
         if result.ok:
             return
-        if not starting:
-            failures += 1
-            if failures >= check.retries:
-                how = "took too long" if result.timed_out else f"ended with exit code {result.exit_code}"
-                raise SandboxError(
-                    f"the health check failed {failures} times: {check.command!r} {how}: {result.error_text[-400:]}",
-                    code="healthcheck",
-                    blame="task",
-                )
+        failures += not starting
+        if not starting and failures >= check.retries:
+            failure = f"{check.command!r} {ending(result)}: {result.error_text[-400:]}"
+            message = f"the health check failed {failures} times: {failure}"
+            raise SandboxError(message, code="healthcheck", blame="task")
         await asyncio.sleep(check.start_interval_sec if starting else check.interval_sec)

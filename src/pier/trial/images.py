@@ -1,4 +1,4 @@
-"""The images that trials start from: looked up or built, the same one once, however many trials ask at a time."""
+"""The images of trials: looked up or built, each once for all trials that need it at the same time."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pier.errors import ImageError, PolicyError
-from pier.image.model import HOST, Image, OnProgress, host_refusal
+from pier.image.model import HOST, Image, OnProgress, host_image, host_refusal
 from pier.network.policy import NONE, PUBLIC, NetworkPolicy
 from pier.sandbox import open_backend
 from pier.sandbox.contract import Backend, BuildOrder
-from pier.sandbox.opening import resolve_image
 from pier.task.load import tree_digest
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRequest:
-    """An image by reference, or by the directory that holds its Dockerfile (or another `dockerfile`), with the build
-    arguments and the stage to build."""
+    """An image by reference, or by its build context, with the Dockerfile, the build arguments and the target stage."""
 
     reference: str | None = None
     context: Path | None = None
@@ -29,11 +27,11 @@ class ImageRequest:
     args: tuple[tuple[str, str], ...] = ()
     target: str | None = None
     network: NetworkPolicy | None = None
-    """The network of its RUN and ADD steps; None is the widest that the machine supports."""
+    """The network of its RUN and ADD instructions; None is the most open one that the machine supports."""
     host: bool = False
-    """Whether the user chose this machine's root, which a task cannot."""
+    """Whether the user allowed this machine's root, which a task cannot choose."""
     chosen: bool = False
-    """Whether the user named the reference, not a task."""
+    """Whether the user chose the reference, not a task."""
 
     @property
     def is_build(self) -> bool:
@@ -62,26 +60,25 @@ Close = Callable[[], Awaitable[None]]
 
 
 @dataclass(slots=True)
-class _Making:
-    """An image that is being fetched or built, and who wants to know how it goes."""
+class _PendingImage:
+    """An image that is being fetched or built, and the callbacks that receive its progress."""
 
+    task: asyncio.Task[Image] = field(init=False)
     listeners: list[OnProgress] = field(default_factory=list)
     last: str = ""
-    task: asyncio.Task[Image] | None = None
 
-    def tell(self, line: str) -> None:
+    def notify(self, line: str) -> None:
         self.last = line
         for listener in self.listeners:
             listener(line)
 
     @property
     def failed(self) -> bool:
-        task = self.task
-        return task is None or (task.done() and (task.cancelled() or task.exception() is not None))
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
 
 class TrialImages:
-    """Gives images to trials. At most `builds` are built at once; a build that failed is tried again when asked for."""
+    """The images of trials. At most `builds` builds run at once; a failed one is repeated on the next request."""
 
     def __init__(
         self, resolve: Resolve, build: Build | None = None, *, builds: int = 2, close: Close | None = None
@@ -90,12 +87,12 @@ class TrialImages:
         self._resolve = resolve
         self._build = build
         self._limit = asyncio.Semaphore(builds)
-        self._waiting: dict[str, _Making] = {}
+        self._pending: dict[str, _PendingImage] = {}
         self.known: dict[ImageRequest, Image] = {}
-        """What is given without looking: the image of a workspace, in place of its task's."""
+        """Images that need no lookup: that of a workspace replaces its task's."""
 
     async def get(self, request: ImageRequest, on_progress: OnProgress | None = None) -> Image:
-        """The image that `request` names. `on_progress` receives progress, also of a build that another trial began."""
+        """The image of `request`. `on_progress` receives progress, also of a build that another trial started."""
         if request in self.known:
             return self.known[request]
         if request.reference == HOST and not request.host:
@@ -107,33 +104,33 @@ class TrialImages:
 
     async def _get(self, request: ImageRequest, on_progress: OnProgress | None) -> Image:
         key = request.reference or await asyncio.to_thread(_build_key, request)
-        making = self._waiting.get(key)
-        if making is None or making.task is None or making.failed:
-            making = self._waiting[key] = _Making()
-            making.task = asyncio.create_task(self._make(request, key, making.tell))
-        elif on_progress is not None and making.last and not making.task.done():
-            on_progress(making.last)
+        pending = self._pending.get(key)
+        if pending is None or pending.failed:
+            pending = self._pending[key] = _PendingImage()
+            pending.task = asyncio.create_task(self._make(request, key, pending.notify))
+        elif on_progress is not None and pending.last and not pending.task.done():
+            on_progress(pending.last)
         if on_progress is None:
-            return await asyncio.shield(making.task)
-        making.listeners.append(on_progress)
+            return await asyncio.shield(pending.task)
+        pending.listeners.append(on_progress)
         try:
-            return await asyncio.shield(making.task)
+            return await asyncio.shield(pending.task)
         finally:
-            making.listeners.remove(on_progress)
+            pending.listeners.remove(on_progress)
 
     async def close(self) -> None:
-        """Stop what is still being fetched or built."""
-        tasks = [making.task for making in self._waiting.values() if making.task is not None]
+        """Cancel pending images."""
+        tasks = [pending.task for pending in self._pending.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._waiting.clear()
+        self._pending.clear()
         if self._close is not None:
             await self._close()
 
-    async def _make(self, request: ImageRequest, key: str, tell: OnProgress) -> Image:
+    async def _make(self, request: ImageRequest, key: str, on_progress: OnProgress) -> Image:
         if request.reference is not None:
-            return await self._resolve(request, tell)
+            return await self._resolve(request, on_progress)
         if self._build is None or request.context is None:
             raise ImageError(
                 "the task has a Dockerfile, but this backend cannot build images",
@@ -142,7 +139,7 @@ class TrialImages:
                 blame="user",
             )
         async with self._limit:
-            return await self._build(request, key, tell)
+            return await self._build(request, key, on_progress)
 
 
 def _build_key(request: ImageRequest) -> str:
@@ -153,7 +150,7 @@ def _build_key(request: ImageRequest) -> str:
 
 
 def _file_key(context: Path, file: Path | None) -> str:
-    """Names a Dockerfile wherever its context is; one outside of it by its content, which the context does not tell."""
+    """The key of a Dockerfile: its path below the context, or a digest if it is outside of the context."""
     if file is None or file.resolve().is_relative_to(context.resolve()):
         return str(file and file.resolve().relative_to(context.resolve()))
     ignored = file.with_name(f"{file.name}.dockerignore")
@@ -162,27 +159,29 @@ def _file_key(context: Path, file: Path | None) -> str:
 
 
 def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
-    """Images that the backend has itself, else from pier's own store, else pulled; Dockerfiles are built in local
-    sandboxes, whose layers every backend can take, or by the backend if it is asked to or nothing else can."""
-    from pier.image.store import ImageStore
-
-    store = ImageStore()
+    """Images that the backend or pier's store has, else pulled ones. Dockerfiles are built in local sandboxes, whose
+    layers every backend accepts, or by the backend if it builds all images itself or no local sandbox can run."""
     builder = backend if backend.name == "local" else open_backend("local", backend.lease)
 
-    async def resolve(request: ImageRequest, tell: OnProgress) -> Image:
-        return await resolve_image(request.reference or "", backend, store, tell, for_task=not request.chosen)
+    async def resolve(request: ImageRequest, on_progress: OnProgress) -> Image:
+        reference = request.reference or ""
+        if reference == HOST:
+            return await backend.find_image(HOST) or host_image()
+        from pier.image.store import ImageStore
+        from pier.sandbox.opening import resolve_image
 
-    async def build(request: ImageRequest, key: str, tell: OnProgress) -> Image:
+        return await resolve_image(reference, backend, ImageStore(), on_progress, for_task=not request.chosen)
+
+    async def build(request: ImageRequest, key: str, on_progress: OnProgress) -> Image:
         from pier.image.build import build_image
+        from pier.image.store import ImageStore
         from pier.sandbox.opening import SandboxRunner, can_run
 
         assert request.context is not None
+        context, dockerfile, args, target = request.context, request.dockerfile, dict(request.args), request.target
         if backend.builder == "own" or (backend.builder == "either" and not await can_run(builder)):
-            return await backend.build_image(
-                BuildOrder(
-                    key, request.context, request.dockerfile, dict(request.args), request.target, request.network, tell
-                )
-            )
+            order = BuildOrder(key, context, dockerfile, args, target, request.network, on_progress)
+            return await backend.build_image(order)
         networks = (await builder.capabilities()).networks
         network = request.network or (PUBLIC if "public" in networks else NONE)
         if network.mode not in networks:
@@ -191,14 +190,14 @@ def open_images(backend: Backend, *, builds: int = 2) -> TrialImages:
                 hint="pier doctor",
             )
         return await build_image(
-            store,
-            request.context,
-            request.dockerfile,
-            build_args=dict(request.args),
+            ImageStore(),
+            context,
+            dockerfile,
+            build_args=args,
             runner=SandboxRunner(builder),
             network=network,
-            on_progress=tell,
-            target=request.target,
+            on_progress=on_progress,
+            target=target,
             host=request.host,
         )
 

@@ -1,7 +1,7 @@
-"""The sandboxes that a task asks for: the image and its files, the network of each phase, limits.
+"""Plans the sandboxes of a task: image and files, the network of each phase, limits.
 
-All of it is decided before anything starts, from the task and the choices of the run alone. What the backend cannot
-run or enforce is refused here, by name.
+Plans depend on the task and the settings of the run alone, and are made before anything starts. Unsupported settings
+are refused here.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from pier.verifier.changes import ARTIFACTS, TESTS, VERIFIER_LOGS
 
 @dataclass(frozen=True, slots=True)
 class SandboxPlan:
-    """A sandbox to be started: its settings, and the files that its image does not bring."""
+    """A sandbox to be started: its settings, and its files that are not in the image."""
 
     table: Environment
     image: ImageRequest
     content: Path | None
-    """The directory whose files go into the working directory, if the image cannot hold them."""
+    """Directory whose files are copied into the working directory, since the image does not have them."""
     compose: Compose | None = None
-    """The services that run with it."""
+    """Its services."""
 
 
 async def check_support(task: Task, backend: Backend, choice: SandboxChoice) -> None:
-    """Refuse what the backend cannot run, before anything starts."""
+    """Raise `SandboxError` if the backend cannot run the task."""
     environment, name = task.config.environment, backend.name
     if task.compose and not (await backend.capabilities()).compose:
-        message = f"{task.compose}: this task is made of several services, which the backend {name!r} cannot run"
-        raise _refusal(f"{message}; 'docker' can", "compose", hint="run it with --env docker")
+        message = f"{task.compose}: this task has several services, which the backend {name!r} cannot run; 'docker' can"
+        raise _refusal(message, "compose", hint="run it with --env docker")
     if environment.os != "linux":
-        raise _refusal(f"{task.name}: the backend {name!r} runs no {environment.os} tasks", "unsupported")
+        raise _refusal(f"{task.name}: the backend {name!r} cannot run {environment.os} tasks", "unsupported")
     if environment.tpu:
         raise _refusal(f"{task.name}: the backend {name!r} has no TPUs", "unsupported")
     if wanted_gpus(environment, choice) and not await backend.has_gpus():
@@ -62,7 +62,7 @@ def needs_support(task: Task, choice: SandboxChoice) -> bool:
 
 
 def wanted_gpus(table: Environment, choice: SandboxChoice) -> int:
-    """How many GPUs a sandbox is to have."""
+    """Number of GPUs of a sandbox."""
     return (table.gpus or 0) if choice.settings.override_gpus is None else choice.settings.override_gpus
 
 
@@ -80,7 +80,7 @@ def agent_plan(task: Task, choice: SandboxChoice, environ: Mapping[str, str] | N
 
 
 def _finished(task: Task, plan: SandboxPlan, choice: SandboxChoice) -> SandboxPlan:
-    """`plan` with what its image may reach while it is built, and whether the user let it be this machine's root."""
+    """`plan` with the network of its image's build, and whether the user allowed this machine's root as the image."""
     chosen = choice.image is not None and choice.image in (plan.image.reference, HOST)
     return replace(plan, image=replace(plan.image, network=build_network(task), host=chosen))
 
@@ -88,8 +88,8 @@ def _finished(task: Task, plan: SandboxPlan, choice: SandboxChoice) -> SandboxPl
 def _services_plan(
     task: Task, table: Environment, path: Path, choice: SandboxChoice, environ: Mapping[str, str] | None
 ) -> SandboxPlan:
-    """A plan with services. Its image is the one of `main` in the file, else that of a task without one."""
-    from pier.sandbox.compose.read import read_compose  # most tasks have one service, and need no reader
+    """A plan with services. Its image is that of the service `main`, else that of a task without services."""
+    from pier.sandbox.compose.read import read_compose  # few tasks need it
 
     compose = read_compose(path, compose_variables(table, path.parent, environ))
     request = service_request(compose.main)
@@ -142,40 +142,40 @@ def check_images(task: Task, choice: SandboxChoice, environ: Mapping[str, str], 
 
 
 def disk_limit(table: Environment, choice: SandboxChoice) -> int | None:
-    """The limit on disk that the task or the run asks for, the run's first; 0 if the run lifts it."""
+    """The disk limit of the run, else of the task; 0 is unlimited."""
     return (table.storage_mb or 0) << 20 or None if choice.limits.disk is None else choice.limits.disk
 
 
 async def sandbox_limits(
     task: Task, table: Environment, choice: SandboxChoice, backend: Backend, record: TrialRecord
 ) -> Limits:
-    """The task's limits with the run's own before them, and the backend's share of the machine where neither says
-    anything; what the backend cannot hold is left out and said."""
+    """The limits of the run, else of the task, else the backend's share of the machine. Limits that the backend cannot
+    enforce are warnings."""
     processes = pier_setting(task, "processes")
     if processes is not None and (type(processes) is not int or processes <= 0):
         where = f"{task.path / 'task.toml'}: metadata.pier.processes"
         raise TaskError(f"{where}: invalid value {processes!r}: expected a number above 0", code="task_toml")
-    asked = Limits(
+    own = Limits(
         cpus=table.cpus or None,
         memory=(table.memory_mb or 0) << 20 or None,
         disk=(table.storage_mb or 0) << 20 or None,
         processes=processes,
     )
-    wanted = choice.limits.over(asked).named()
-    capabilities = await backend.capabilities()
-    held = {name: value for name, value in wanted.items() if value and name in capabilities.limits}
+    supported = (await backend.capabilities()).limits
     if table.gpu_types and wanted_gpus(table, choice):
-        record.warn(
-            f"this backend does not choose GPUs by their kind; the task asks for {' or '.join(table.gpu_types)}"
-        )
-    for name in (name for name, value in wanted.items() if value and name not in held):
-        record.warn(f"this backend does not limit {name} here; the task asks for {wanted[name]}")
-    lifted = {name: 0 for name, value in choice.limits.named().items() if value == 0}
-    return Limits(**{**held, **lifted}).over(await backend.share())
+        kinds = " or ".join(table.gpu_types)
+        record.warn(f"this backend does not choose GPUs by their kind; the task asks for {kinds}")
+    limits = {name: 0 for name, value in choice.limits.named().items() if value == 0}
+    for name, value in choice.limits.over(own).named().items():
+        if value and name in supported:
+            limits[name] = value
+        elif value:
+            record.warn(f"this backend does not limit {name} here; the task asks for {value}")
+    return Limits(**limits).over(await backend.share())
 
 
 def pier_setting(task: Task, key: str) -> Any:
-    """The value of `key` in `metadata.pier` of a task's file; None if it is missing."""
+    """The value of `metadata.pier.KEY` in a task's file, if it is set."""
     table = task.config.metadata.get("pier")
     return table.get(key) if isinstance(table, dict) else None
 
@@ -184,8 +184,8 @@ _MAIN_IMAGE = "pier-main-image"
 
 
 def compose_variables(table: Environment, directory: Path, environ: Mapping[str, str] | None) -> dict[str, str]:
-    """All that a compose file can see: what `[environment.env]` asks for, and the names that Harbor's tasks use. The
-    directories of logs of the host are not mounted, so they have no real path."""
+    """The variables of a compose file: those of `[environment.env]` and Harbor's. The log directories of the host are
+    not mounted, so their paths are placeholders."""
     harbor = {
         "CONTEXT_DIR": str(directory.resolve()),
         "MAIN_IMAGE_NAME": _MAIN_IMAGE,
@@ -204,7 +204,7 @@ def compose_variables(table: Environment, directory: Path, environ: Mapping[str,
 
 
 def service_request(service: Service) -> ImageRequest | None:
-    """The image of a service, as its file says; None if that says nothing."""
+    """The image of a service, if its file names one."""
     if service.build is not None:
         build = service.build
         return ImageRequest(None, build.context, build.dockerfile, tuple(sorted(build.args.items())), build.target)
@@ -216,19 +216,19 @@ def service_request(service: Service) -> ImageRequest | None:
 async def service_images(
     compose: Compose, main: ImageRequest, get: Callable[[ImageRequest], Awaitable[Image]]
 ) -> dict[str, Image]:
-    """The images of all services, each fetched or built once. What one of them builds under a name is what the others
-    mean by that name."""
+    """The images of all services, each fetched or built once. An image name that one of them builds refers to that
+    build in the others too."""
     requests = {name: main if name == MAIN else service_request(service) for name, service in compose.services.items()}
     built = {one.image: requests[name] for name, one in compose.services.items() if one.build and one.image}
     requests = {name: built.get(compose.services[name].image or "", request) for name, request in requests.items()}
-    asked = (replace(request or main, network=main.network) for request in requests.values())
-    found = await asyncio.gather(*(get(request) for request in asked))
-    return dict(zip(requests, found, strict=True))
+    complete = (replace(request or main, network=main.network) for request in requests.values())
+    images = await asyncio.gather(*map(get, complete))
+    return dict(zip(requests, images, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class StepNetwork:
-    """The policies of one step. `verifier` is of the sandbox that grades; `shared` if that is the agent's own."""
+    """The network policies of one step. `shared`: the tests run in the agent's sandbox."""
 
     agent: NetworkPolicy
     verifier: NetworkPolicy
@@ -237,8 +237,8 @@ class StepNetwork:
 
 @dataclass(frozen=True, slots=True)
 class NetworkPlan:
-    """The policy that the sandbox starts with, and those of the steps in order. `setup`: the one while the agent is
-    installed, if that happens in the sandbox."""
+    """The policy that the sandbox starts with, those of the steps, and that of `setup` if the agent is installed in the
+    sandbox."""
 
     baseline: NetworkPolicy
     steps: tuple[StepNetwork, ...]
@@ -255,7 +255,7 @@ def plan_network(
     verifier_hosts: tuple[str, ...] = (),
     setup: NetworkPolicy | None = None,
 ) -> NetworkPlan:
-    """The task's policies with what the run adds. An override holds for every phase."""
+    """The task's policies with the hosts that the run adds. `override` replaces them in every phase."""
     baseline = with_hosts(override or environment.policy, hosts)
     planned: list[StepNetwork] = []
     for step in steps:
@@ -270,21 +270,20 @@ def plan_network(
 
 
 def build_network(task: Task) -> NetworkPolicy | None:
-    """The network of the builds of a task's Dockerfiles: `metadata.pier.build_network` of its file is
-    `public`, `none`, or a list of hosts. None if nothing is said, which is public."""
-    said = pier_setting(task, "build_network")
-    if said is None or said in ("public", "none"):
-        return None if said is None else NetworkPolicy(said)
-    if not isinstance(said, list) or not all(isinstance(host, str) for host in said):
-        message = (
-            f"{task.path / 'task.toml'}: metadata.pier.build_network: {said!r} is not public, none or a list of hosts"
-        )
+    """The network of image builds: `metadata.pier.build_network` is `public`, `none` or a list of hosts. None, which is
+    public, if it is not set."""
+    setting = pier_setting(task, "build_network")
+    if setting is None or setting in ("public", "none"):
+        return None if setting is None else NetworkPolicy(setting)
+    if not isinstance(setting, list) or not all(isinstance(host, str) for host in setting):
+        where = f"{task.path / 'task.toml'}: metadata.pier.build_network"
+        message = f"{where}: {setting!r} is not public, none or a list of hosts"
         raise TaskError(message, code="task_toml")
-    return with_hosts(NetworkPolicy("none"), tuple(said))
+    return with_hosts(NetworkPolicy("none"), tuple(setting))
 
 
 def with_hosts(policy: NetworkPolicy, hosts: tuple[str, ...]) -> NetworkPolicy:
-    """`policy` with more hosts: none becomes an allowlist, public has them already."""
+    """`policy` with more hosts: `none` becomes an allowlist, `public` allows them already."""
     if not hosts or policy.mode == "public":
         return policy
     merged = dict.fromkeys((*policy.hosts, *(_rule(host) for host in hosts)))
@@ -299,16 +298,15 @@ def _rule(host: str) -> str:
 
 
 def check_network(plan: NetworkPlan, capabilities: Capabilities, backend: str) -> None:
-    """Refuse a plan that the backend cannot enforce."""
-    setup = {plan.setup} if plan.setup else set[NetworkPolicy]()
-    used = {plan.baseline, *setup, *(policy for step in plan.steps for policy in (step.agent, step.verifier))}
-    wanted = {policy.mode for policy in used}
-    if missing := wanted - capabilities.networks:
-        have = ", ".join(sorted(capabilities.networks)) or "none at all"
+    """Raise `PolicyError` if the backend cannot enforce the plan."""
+    policies = {plan.baseline, plan.setup or plan.baseline, *(step.agent for step in plan.steps)}
+    policies |= {step.verifier for step in plan.steps if step.shared}
+    modes = {policy.mode for policy in (*policies, *(step.verifier for step in plan.steps))}
+    if missing := modes - capabilities.networks:
+        supported = ", ".join(sorted(capabilities.networks)) or "none at all"
         raise PolicyError(
-            f"the backend {backend!r} cannot enforce the network mode {min(missing)!r} here; it can: {have}",
+            f"the backend {backend!r} cannot enforce the network mode {min(missing)!r} here; it can: {supported}",
             hint="pier doctor",
         )
-    phases = {p for s in plan.steps for p in ((s.agent, s.verifier) if s.shared else (s.agent,))}
-    if {*phases, *setup} - {plan.baseline} and not capabilities.switch_network:
+    if len(policies) > 1 and not capabilities.switch_network:
         raise PolicyError(f"the backend {backend!r} cannot change the network between phases, which this task asks for")

@@ -1,7 +1,6 @@
 """The files of one trial's directory, and its clocks.
 
-Each file is written whole or appended to, and nothing secret gets into it. `config.json` and `lock.json` are in the
-format of Harbor's.
+Files are written atomically or appended to, without secrets. `config.json` and `lock.json` have Harbor's format.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import PydanticSerializationError, to_json
+from pydantic_core import to_json
 
 from pier import files
 from pier.beneath import write_all
@@ -35,30 +34,30 @@ from pier.trial.result import ALL_CLOCKS, MULTIPLIERS, TimingInfo, TrialResult, 
 from pier.trial.spec import OnPhase, Phase, SandboxChoice, TrialSpec
 
 OUTPUT_LIMIT = 64 * 1024 * 1024
-"""How many bytes of a program's output are kept in its file."""
+"""Maximum bytes of a program's output in its file."""
 
 
 class TrialRecord:
-    """Writes into the directory of one trial. If it is not `kept`, no file is written and no directory is made."""
+    """Writes the files of one trial, if they are `kept`."""
 
     def __init__(self, directory: Path, redactor: Redactor, *, kept: bool = True) -> None:
         self.directory = directory
         self.redactor = redactor
         self.kept = kept
         self.image: Image | None = None
-        """The image of the sandbox, once that is known."""
+        """The image of the sandbox, once it is known."""
         self.warnings: list[str] = []
         self.refused: Counter[str] = Counter()
         self.watch: OnDecision | None = None
-        """Sees each decision of the network policy that is noted."""
+        """Receives the decisions of the network policy."""
         self.fault: OSError | None = None
-        """The first line of a log that could not be written: a trial whose record is incomplete has no verdict."""
+        """The first error of writing a log: a trial with an incomplete record has no verdict."""
         self._open = False
         self._log: int | None = None
         self._network = files.Journal(directory / "network.jsonl")
 
     def open(self) -> None:
-        """Make the directory; it must be new or empty."""
+        """Create the directory, which must be new or empty."""
         self._open = True
         if not self.kept:
             return
@@ -79,13 +78,13 @@ class TrialRecord:
                 self.fault = self.fault or error
 
     def report(self, line: str, on_progress: OnProgress | None) -> None:
-        """Add a line on how long work goes, and report it."""
+        """Log a line of progress and report it."""
         self.log(line)
         if on_progress is not None:
             on_progress(self.redactor.text(line))
 
     def warn(self, text: str) -> None:
-        """Add a line that the result shows too."""
+        """Log a warning, which the result lists too."""
         self.warnings.append(self.redactor.text(text))
         self.log(f"warning: {text}")
 
@@ -94,20 +93,15 @@ class TrialRecord:
             files.write(self.directory / "exception.txt", self.redactor.text(text), durable=False)
 
     def write(self, name: str, value: dict[str, Any] | TrialResult) -> None:
-        """Write a JSON file. `result.json` seals the trial: it is the last one, and on disk before this returns."""
+        """Write a JSON file. `result.json` is the last one, and durable."""
         if not self.kept:
             return
-        try:
-            content = b"" if self.redactor else to_json(value, indent=2)
-        except PydanticSerializationError:
-            content = b""
-        if not content:
-            plain = value if isinstance(value, dict) else value.model_dump(mode="json")
-            content = to_json(self.redactor.value(plain), indent=2)
+        plain = value if isinstance(value, dict) else value.model_dump(mode="json")
+        content = to_json(self.redactor.value(plain), indent=2)
         files.write(self.directory / name, content + b"\n", durable=isinstance(value, TrialResult))
 
     def note_network(self, decision: Decision) -> None:
-        """Add a decision of the network policy to `network.jsonl`, and count what was refused."""
+        """Append a decision of the network policy to `network.jsonl`, and count refusals."""
         if not self._open:
             return
         if self.watch is not None:
@@ -135,18 +129,15 @@ class TrialRecord:
 
 
 def printable(text: str) -> str:
-    """`text` without what would move a terminal's cursor or forge a line: an agent may have had a hand in it."""
-    if text.isprintable():
-        return text
+    """`text` with control characters escaped: an agent's text must not move the cursor or forge a line."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class OutputFile:
-    """The output of a program, appended to a file as it arrives, or dropped without a path. Use as a context manager;
-    call it as `on_output`.
+    """Appends the output of a program to a file, or drops it without a path. A context manager and an `OnOutput`.
 
-    A secret that arrives in two pieces is found too: with secrets, a line is held back until it is whole, and longer
-    where one may have begun.
+    If there are secrets, incomplete lines are held back, and more while a secret may have begun, so that a secret in
+    several pieces is removed too.
     """
 
     def __init__(self, path: Path | None, redactor: Redactor, limit: int = OUTPUT_LIMIT) -> None:
@@ -191,7 +182,7 @@ _HARBOR_BACKENDS = frozenset({"docker", "modal", "podman", "daytona", "e2b", "gk
 
 
 def task_reference(origin: Origin) -> dict[str, Any]:
-    """The task's identity as Harbor writes it: a path, or a path in a repository at a commit."""
+    """The task's identity in Harbor's format: a path, or a path in a commit of a repository."""
     if origin.git_url:
         return {"git_url": origin.git_url, "git_commit_id": origin.git_commit, "path": origin.git_path or "."}
     return {"path": str(resolved(origin.path))}
@@ -199,7 +190,7 @@ def task_reference(origin: Origin) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)
 def resolved(path: Path) -> Path:
-    """The directory of a task or a job, asked for several times by each of its trials."""
+    """`path.resolve()`, cached since each trial of a job resolves the same directories several times."""
     return path.resolve()
 
 
@@ -220,8 +211,8 @@ def trial_config(spec: TrialSpec, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def trial_lock(spec: TrialSpec, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of `lock.json`: all inputs of the trial, with digests of files and texts. `config` is the
-    trial's own `config.json`."""
+    """The content of `lock.json`: all inputs of the trial, with digests of files and texts. `config` is the content of
+    its `config.json`."""
     task, origin = spec.task, spec.task.origin
     mode = None if task.is_multi_step else task.steps[0].verifier_mode
     texts = [hashlib.sha256(text.encode()).hexdigest() for text in spec.extra_instructions]
@@ -233,7 +224,7 @@ def trial_lock(spec: TrialSpec, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _on_disk(settings: AgentConfig | EnvironmentConfig | VerifierConfig, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Settings as they may be written down. Hosts are without ports, which Harbor does not know."""
+    """Settings without secrets, and with hosts without ports, which Harbor does not support."""
     table = settings.model_dump() | {"env": env_on_disk(settings.env, environ)}
     if hosts := settings.extra_allowed_hosts:
         table["extra_allowed_hosts"] = [host.partition(":")[0] for host in hosts]
@@ -250,25 +241,25 @@ def _environment(choice: SandboxChoice, environ: Mapping[str, str]) -> dict[str,
 
 
 def backend_fields(backend: str) -> dict[str, str | None]:
-    """A backend as Harbor's configurations name it: by `type` if Harbor has it, else by `import_path`."""
+    """A backend in Harbor's configuration: its `type` if Harbor has one, else its `import_path`."""
     known = backend in _HARBOR_BACKENDS
     return {"type": backend if known else None, "import_path": None if known else BACKENDS.get(backend, backend)}
 
 
 class Clock:
-    """Reports each phase when it begins, and adds up the time it took. A phase may be continued by another part."""
+    """Reports the phases as they begin, and adds up their times. A phase may have several parts."""
 
     def __init__(self, record: TrialRecord, on_phase: OnPhase | None = None) -> None:
         self.current: Phase = "prepare"
         self.seconds: dict[str, float] = {}
         self.timings: dict[str, TimingInfo] = {}
-        """When each phase was first begun and left."""
+        """Times of the first part of each phase."""
         self._record = record
         self._on_phase = on_phase
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[TimingInfo]:
-        """A phase, with its times as they go into the result."""
+        """Run the block as a part of a phase, and yield its times for the result."""
         if name != self.current or not self.timings:
             self._record.log(f"phase {name}")
             if self._on_phase is not None:
@@ -285,7 +276,7 @@ class Clock:
 
 @asynccontextmanager
 async def limit(seconds: float | None, error: Callable[[], PierError]) -> AsyncIterator[None]:
-    """Raise `error` when what is inside takes longer. A timeout that something inside raised for itself passes."""
+    """Raise `error` if the block takes longer. A `TimeoutError` of the block itself is passed on."""
     scope = asyncio.timeout(seconds)
     try:
         async with scope:

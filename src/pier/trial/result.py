@@ -1,9 +1,7 @@
-"""`result.json` of a trial: the fields of Harbor's models and pier's additional ones, how errors and rewards get into
-them, and reading them back.
+"""`result.json` of a trial: the fields of Harbor's models and pier's own, and how errors and rewards are recorded.
 
-Harbor and datacurve pier pass over fields that they do not know, so what pier adds (`integrity`, `pier`) does not keep
-them from loading the files. Reading is lenient in the same way: a file of theirs loads here. A missing, torn or invalid
-file is a typed error.
+Harbor and datacurve pier ignore unknown fields, so they load files with pier's own (`integrity`, `pier`). Pier loads
+theirs in the same way. A missing, torn or invalid file is a typed error.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +23,7 @@ from pier.redact import Redactor
 from pier.task import TaskStep
 from pier.task.load import describe
 from pier.tree import FAULTS, TreeError, open_regular
+from pier.verifier.changes import Note
 
 
 class _Part(BaseModel):
@@ -37,7 +36,7 @@ class TimingInfo(_Part):
 
 
 class ExceptionInfo(_Part):
-    """An error of a trial; the last fields hold blame, hint and phase, which other programs ignore."""
+    """An error of a trial. Harbor ignores the fields from `code` on."""
 
     exception_type: str
     exception_message: str
@@ -56,7 +55,7 @@ class ModelInfo(_Part):
 
     @classmethod
     def of(cls, model: str | None) -> ModelInfo | None:
-        """A model by its name, which may begin with its provider and a slash."""
+        """The model `NAME` or `PROVIDER/NAME`."""
         if model is None:
             return None
         provider, slash, name = model.partition("/")
@@ -70,7 +69,7 @@ class AgentInfo(_Part):
 
 
 class AgentResult(_Part):
-    """The usage of the agent. None is unknown, which is not zero."""
+    """The agent's usage. None is unknown, which is not zero."""
 
     n_input_tokens: int | None = None
     n_cache_tokens: int | None = None
@@ -87,17 +86,8 @@ class VerifierResult(_Part):
     rewards: dict[str, float | int] | None = None
 
 
-class IntegrityNote(_Part):
-    """Something that could have steered the verdict. `stopped`: it was undone before the verifier ran."""
-
-    kind: str
-    detail: str
-    path: str | None = None
-    stopped: bool = False
-
-
 class GradingRun(_Part):
-    """One run of the tests, in what the agent left (`agent`) or without it (`pristine`). `logs` is relative to the
+    """One run of the tests, with the agent's work (`agent`) or without it (`pristine`). `logs` is relative to the
     directory of the trial or step."""
 
     state: Literal["agent", "pristine"]
@@ -108,12 +98,12 @@ class GradingRun(_Part):
 
 
 class Integrity(_Part):
-    """How far the verdict can be trusted. `compared`: the sandbox could say which files the agent changed. `runs`: the
-    runs of the tests, if the first of them gave no reward."""
+    """Evidence on whether to trust the verdict. `compared`: the backend could list the files that the agent changed.
+    `runs`: the runs of the tests, if the first one gave no reward."""
 
     mode: str
     compared: bool = False
-    notes: list[IntegrityNote] = Field(default_factory=list)
+    notes: list[Note] = Field(default_factory=list)
     runs: list[GradingRun] = Field(default_factory=list)
 
 
@@ -142,13 +132,13 @@ class PierInfo(_Part):
     image_digest: str | None = None
     task_digest: str = ""
     n_steps: int | None = None
-    """How many steps the task has, and how many of them have a verdict; None for a task without steps."""
+    """Number of steps, None for a task without steps; `graded_steps` is the number of those with a verdict."""
     graded_steps: int | None = None
     phases: dict[str, float] = Field(default_factory=dict)
-    """Seconds that each phase took."""
+    """Seconds of each phase."""
     warnings: list[str] = Field(default_factory=list)
     network_refused: dict[str, int] = Field(default_factory=dict)
-    """How often each thing was tried that the network policy refused: the hundred most frequent."""
+    """Numbers of attempts that the network policy refused, for the hundred most frequent destinations."""
 
 
 class TrialResult(_Part):
@@ -166,9 +156,9 @@ class TrialResult(_Part):
     verifier_environment_mode: str | None = None
     exception_info: ExceptionInfo | None = None
     failure_cause: str | None = None
-    """The cause of a failure as Harbor's `FailureCause` names it; ours is `exception_info.blame`."""
+    """Harbor's `FailureCause`; pier's own is `exception_info.blame`."""
     reward_valid: bool | None = None
-    """Whether Harbor takes the reward for a valid measurement of the agent."""
+    """Whether the reward is a valid measurement of the agent by Harbor's rules."""
     environment_type: str | None = None
     """The backend that the trial ran on."""
     started_at: datetime | None = None
@@ -184,7 +174,7 @@ class TrialResult(_Part):
 
     @property
     def rewards(self) -> dict[str, float | int] | None:
-        """The verdict; None if there is none, which is not zero."""
+        """The verdict; None if the trial has none, which is not zero."""
         return self.verifier_result.rewards if self.verifier_result else None
 
     @property
@@ -204,7 +194,7 @@ _HARBOR = {
     "reward_invalid": ("VerifierOutputParseError", "verifier_failed"),
     "verifier": ("VerifierError", "verifier_failed"),
 }
-"""By our codes, the class names that Harbor's statistics and filters know, and what it then says ended a trial."""
+"""Harbor's exception class and `FailureCause` for each of our codes. Its statistics and filters use the class names."""
 _HARBOR_CAUSES = {**dict(_HARBOR.values()), "CancelledError": "cancelled"}
 _CAUSE_BY_BLAME = {
     "infra": "sandbox_failed",
@@ -213,31 +203,31 @@ _CAUSE_BY_BLAME = {
     "user": "harbor_failed",
 }
 _MEASURED = ("agent_exhausted_budget",)
-"""Causes with which Harbor takes a reward for a valid measurement of the agent."""
+"""Causes with which a reward is valid by Harbor's rules."""
 
 _MESSAGE_LIMIT = 20_000
 
 
 @dataclass(slots=True)
 class Captured:
-    """The error that a guarded part of a trial raised, if any."""
+    """The error of a guarded block, if it raised one."""
 
-    error: Exception | None = field(default=None)
+    error: Exception | None = None
 
 
 @contextmanager
 def captured() -> Iterator[Captured]:
-    """The boundary of a trial: whatever goes wrong inside is its outcome, and no other trial's business."""
-    found = Captured()
+    """Capture any error of the block, which becomes the trial's outcome."""
+    failure = Captured()
     try:
-        yield found
+        yield failure
     except Exception as error:  # noqa: BLE001 - this is the capture of a trial's outcome
-        found.error = error
+        failure.error = error
 
 
 @asynccontextmanager
 async def finally_do(last: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """Do `last` when a block has ended, however it did. An error of the block goes before one of `last`."""
+    """Run `last` at the end of the block. An error of the block takes precedence over one of `last`."""
     try:
         yield
     except BaseException:
@@ -248,7 +238,7 @@ async def finally_do(last: Callable[[], Awaitable[None]]) -> AsyncIterator[None]
 
 
 def storage_fault(error: BaseException | None) -> StorageError | None:
-    """An error of this machine's files as a fault of the infrastructure; None if it is another."""
+    """The `StorageError` for a file error of this machine; None for other errors."""
     if isinstance(error, StorageError):
         return error
     if isinstance(error, OSError) and error.errno in FAULTS:
@@ -257,7 +247,7 @@ def storage_fault(error: BaseException | None) -> StorageError | None:
 
 
 def exception_info(error: Exception, phase: str, redactor: Redactor) -> ExceptionInfo:
-    """An error as it goes into the result."""
+    """An error as recorded in the result."""
     known = error if isinstance(error, PierError) else storage_fault(error) or PierError(str(error), code="internal")
     own, trace = error if type(known) is PierError else known, "".join(traceback.format_exception(error))
     return ExceptionInfo(
@@ -274,12 +264,12 @@ def exception_info(error: Exception, phase: str, redactor: Redactor) -> Exceptio
 
 
 def failure_cause(error: ExceptionInfo) -> str:
-    """Harbor's word for what ended a trial; errors that Harbor has no name for go by their blame."""
+    """Harbor's `FailureCause` for an error, by its class if Harbor knows it, else by its blame."""
     return _HARBOR_CAUSES.get(error.exception_type) or _CAUSE_BY_BLAME.get(error.blame or "", "unclassified")
 
 
 def judge_as_harbor(result: TrialResult) -> None:
-    """Fill in what Harbor derives from a result: what ended the trial, and whether its reward measures the agent."""
+    """Set the fields that Harbor derives from a result: the cause of a failure, and whether the reward is valid."""
     errors = [result.exception_info, *(step.exception_info for step in result.step_results or ())]
     causes = [failure_cause(error) for error in errors if error is not None]
     result.failure_cause = causes[0] if causes else None
@@ -287,22 +277,22 @@ def judge_as_harbor(result: TrialResult) -> None:
 
 
 def stops_after(step: TaskStep, outcome: StepResult, verify: bool) -> str | None:
-    """Why no further step is run after this one; None to go on."""
+    """The reason to run no further step after this one; None to continue."""
     if outcome.exception_info is not None and outcome.rewards is None:
         return "it failed and has no verdict"
     if step.min_reward is None or not verify:
         return None
-    wanted = step.min_reward if isinstance(step.min_reward, dict) else {"reward": step.min_reward}
+    minimums = step.min_reward if isinstance(step.min_reward, dict) else {"reward": step.min_reward}
     rewards = outcome.rewards or {}
-    for key, least in wanted.items():
-        if (value := rewards.get(key)) is None or value < least:
-            return f"its {key} is {value}, and {least:g} is needed to go on"
+    for key, minimum in minimums.items():
+        if (value := rewards.get(key)) is None or value < minimum:
+            return f"its {key} is {value}, and {minimum:g} is needed to go on"
     return None
 
 
 def combined_rewards(outcomes: Sequence[StepResult], strategy: str) -> dict[str, float | int] | None:
-    """The trial's rewards from those of its steps. Steps that never began do not count. A step that began and has no
-    verdict, which is not the agent's fault, leaves the whole trial without one: the other steps are not the task."""
+    """The trial's rewards, from the steps that began. If one of them has no verdict, and not by the agent's fault, the
+    trial has none: the other steps are not the whole task."""
     failed = (each.exception_info for each in outcomes if each.rewards is None)
     if any(error is not None and error.blame != "agent" for error in failed):
         return None
@@ -319,7 +309,7 @@ def combined_rewards(outcomes: Sequence[StepResult], strategy: str) -> dict[str,
 ALL_CLOCKS = "timeout_multiplier"
 _CLOCKS = ("agent", "verifier", "agent_setup", "environment_build")
 MULTIPLIERS = (ALL_CLOCKS, *(f"{clock}_{ALL_CLOCKS}" for clock in _CLOCKS))
-"""The names of the factors for the clocks of the phases, as Harbor has them."""
+"""Harbor's names of the factors for the phases' time limits."""
 _LOCKED = (*MULTIPLIERS, "agent", "environment", "verifier")
 """The keys that a lock copies from the configuration of a trial."""
 
@@ -327,7 +317,7 @@ _LOCKED = (*MULTIPLIERS, "agent", "environment", "verifier")
 def lock_row(
     name: str, digest: str, source: str | None, reference: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The inputs of a trial, as in `lock.json` of a trial and in each row of that of a job."""
+    """The inputs of a trial, for its `lock.json` and for a row of the job's."""
     kind = "git" if reference.get("git_url") else "local"
     return {
         "schema_version": 2,
@@ -337,8 +327,8 @@ def lock_row(
 
 
 def read_result(directory: Path) -> TrialResult:
-    """The result of the trial in `directory`, which is not read through a link. `JobError` with code `no_trial`,
-    `unfinished` or `broken_result` if there is none."""
+    """The result of the trial in `directory`. `JobError` with code `no_trial`, `unfinished` or `broken_result` if there
+    is none. Links are not followed."""
     path = directory / "result.json"
     try:
         with open_regular(path) as stream:

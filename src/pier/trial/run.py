@@ -1,16 +1,15 @@
-"""One trial from its spec to its sealed result: prepare, start sandbox, health check, set up agent, run agent, collect,
-verify, seal.
+"""Runs one trial: prepare, start sandbox, health check, set up agent, run agent, collect, verify, seal.
 
-Each phase has its own clock, network policy and blame. Whatever happens, the sandbox is gone and `result.json` is
-written last; a trial that was cancelled or killed has none, which is how a later run knows that it is still owed. An
-infrastructure fault leaves a trial without a reward, never with a zero.
+Each phase has its own clock, network policy and blame. The sandbox is removed in any case. `result.json` is written
+last; a trial that was cancelled or killed has none, so a later run repeats it. An infrastructure fault leaves a trial
+without a reward, never with a zero.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,8 +30,7 @@ from pier.secret import looks_secret, secret_values, secrets_in, secrets_in_text
 from pier.task import TaskStep, resolve_env
 from pier.task.model import wanted_in_headers
 from pier.trial.agent import (
-    check_job_budget,
-    check_recording,
+    check_session,
     describe_run,
     find_fault,
     home_of,
@@ -74,7 +72,7 @@ if TYPE_CHECKING:
     from pier.trajectory.calls import Generation
 
 _SETUP_SECONDS = 1800.0
-"""How long an agent's pack may take to be built, unless the run says otherwise. It is built once, not once a trial."""
+"""Default time limit for building an agent's pack, which happens once for all trials."""
 
 
 async def run_trial(
@@ -83,13 +81,13 @@ async def run_trial(
     on_phase: OnPhase | None = None,
     on_progress: OnProgress | None = None,
 ) -> TrialResult:
-    """Run one trial; `on_progress` receives updates on long work for it, such as the build of its image. Failures are
-    in the result; what is raised is a cancellation, or that the trial's own directory cannot be used."""
+    """Run one trial. `on_progress` receives updates on long work, such as the build of its image. Failures are recorded
+    in the result; only a cancellation or an unusable trial directory raises."""
     return await TrialRun(spec, services, on_phase, on_progress).run()
 
 
 def trial_secrets(spec: TrialSpec, environ: Mapping[str, str]) -> Iterable[str]:
-    """The secrets of the run and the task, as far as they can be filled in."""
+    """The secrets of the run and the task, without those whose variables are missing."""
     config = spec.task.config
     for table in (spec.agent.env, spec.verifier.env, spec.sandbox.settings.env):
         yield from secret_values(table, environ, given=True)
@@ -98,18 +96,18 @@ def trial_secrets(spec: TrialSpec, environ: Mapping[str, str]) -> Iterable[str]:
     known = [spec.agent.kwargs, spec.sandbox.settings.kwargs, *(server.model_dump(mode="json") for server in servers)]
     yield from secrets_in(known, environ)
     for server in servers:
-        wanted = {name: f"${{{name}}}" for name in wanted_in_headers(server.headers)}
-        yield from secret_values(wanted, environ, given=True)
+        templates = {name: f"${{{name}}}" for name in wanted_in_headers(server.headers)}
+        yield from secret_values(templates, environ, given=True)
     yield from secrets_in_text(spec.task.origin.git_url or "")
 
 
-def _ignore(generation: Generation) -> None:
-    """Look at no call."""
+def _ignore(_: Generation) -> None:
+    """Discard a model call."""
 
 
 class TrialRun:
-    """Runs one trial. What is graded, and how it came to be, is up to `work`; around it the trial's directory is made,
-    failures are captured, and the result is sealed."""
+    """Runs one trial: creates its directory, captures failures and seals the result. Subclasses may override `work`,
+    which produces the outcomes of the steps."""
 
     def __init__(
         self, spec: TrialSpec, services: TrialServices, on_phase: OnPhase | None, on_progress: OnProgress | None
@@ -158,7 +156,7 @@ class TrialRun:
             self.record.close()
 
     async def work(self) -> None:
-        """Start the task's sandbox and run each step in it; `outcomes` gets what came of them."""
+        """Start the task's sandbox, run each step in it and append to `outcomes`."""
         spec = self.spec
         with self.clock.phase("prepare"):
             agent = make_agent(spec.agent)
@@ -205,26 +203,24 @@ class TrialRun:
         return (self.spec.agent.override_setup_timeout_sec or _SETUP_SECONDS) * self.spec.factor("agent_setup")
 
     async def _prepare_agent(self, agent: Agent) -> tuple[Mount, ...]:
-        """The mounts that the agent needs; its pack is built first if it is missing."""
+        """The agent's mounts. Its pack is built first if it is missing."""
         seconds = self._setup_seconds
-
-        def late() -> AgentError:
-            message = f"setting up the agent {agent.name!r} took longer than {seconds:g} s"
-            return AgentError(message, code="agent_setup_timeout", blame="infra", retryable=True)
-
-        async with limit(seconds, late):
+        message = f"setting up the agent {agent.name!r} took longer than {seconds:g} s"
+        async with limit(
+            seconds, lambda: AgentError(message, code="agent_setup_timeout", blame="infra", retryable=True)
+        ):
             ready = await prepare_agent(agent, self.spec.agent, lambda line: self.record.report(line, self.on_progress))
         self._set_version(agent, ready.version)
         return ready.mounts
 
     async def _install(self, agent: Agent, environment: TaskSandbox) -> None:
-        """Install the agent in the sandbox, with the network open while that lasts; whatever a registry brings is run
-        then, so the agent's own keys are not there."""
+        """Install the agent in the sandbox with a public network. The agent's keys are left out of the environment,
+        since packages of a registry run code."""
         assert agent.pack is not None
-        known = resolve_env(self.spec.agent.env, where="the agent's variables", environ=self.environ)
+        variables = resolve_env(self.spec.agent.env, where="the agent's variables", environ=self.environ)
         env = {
             name: value
-            for name, value in known.items()
+            for name, value in variables.items()
             if name.lower().startswith(("npm_", "pip_")) or not looks_secret(name)
         }
         baseline, path = environment.network, self.spec.directory / "agent" / "install.txt"
@@ -239,7 +235,7 @@ class TrialRun:
         self.result.agent_info = info
 
     async def _run_step(self, agent: Agent, environment: TaskSandbox, index: int) -> StepResult:
-        """Run one step to its verdict. What goes wrong is in the outcome; only a cancellation is raised."""
+        """Run one step to its verdict. Failures are recorded in the outcome; only a cancellation raises."""
         step, baseline = self.spec.task.steps[index], environment.network
         directory = self.spec.directory / "steps" / step.name if step.name else self.spec.directory
         outcome = StepResult(step_name=step.name)
@@ -302,37 +298,37 @@ class TrialRun:
         about = About(agent.name, self.result.agent_info.version, spec.agent.model_name, spec.name)
 
         async def keep_logs() -> None:
-            outcome.agent_result = await add_trajectory(logs, about, outcome.agent_result, record)
+            if (logs / RECORDING).is_file():
+                outcome.agent_result = await add_trajectory(logs, about, outcome.agent_result, record)
             if spec.recorded or spec.agent.direct:
                 await take_logs(sandbox, AGENT_LOGS, logs, record)
             if spec.agent.direct:
                 outcome.agent_result = await add_native_trajectory(logs, about, outcome.agent_result, record)
 
-        async with finally_do(keep_logs):
-            with self.clock.phase("agent") as outcome.agent_execution:
-                async with (
-                    self._model_session(agent, sandbox, logs, policy, step) as session,
-                    live_trajectory(logs, about, recorded=session is not None and spec.recorded),
-                ):
-                    if session is not None and session.served_by:
-                        record.log(f"model {spec.agent.model_name}: {session.served_by}")
-                    with record.output(logs / f"{agent.name}.txt") as output:
-                        run = replace(run, warn=record.warn)
-                        if session is not None:
-                            run = replace(run, endpoint=session.endpoint(), outside=await self._outside(session, agent))
-                        if spec.accept is None:
-                            ended = await run_agent(agent, sandbox, run, output)
-                        else:
-                            ended = await run_until_accepted(agent, sandbox, run, output, spec.accept)
-                        failed = await find_fault(agent, ended, session)
-                    outcome.agent_result = usage_of(session)
-        check_job_budget(session)
-        check_recording(session)
-        if (counts := session.counts if session else None) and counts.retries:
-            waited = f"{counts.waited:.1f} s of waiting"
-            record.log(f"model: {counts.retries} retries after faults of the provider, {waited}")
+        async with finally_do(keep_logs), AsyncExitStack() as stack:
+            outcome.agent_execution = stack.enter_context(self.clock.phase("agent"))
+            session = await stack.enter_async_context(self._model_session(agent, sandbox, logs, policy, step))
+            run = replace(run, warn=record.warn)
+            if session is not None:
+                if spec.recorded:
+                    await stack.enter_async_context(live_trajectory(logs, about))
+                if session.served_by:
+                    record.log(f"model {spec.agent.model_name}: {session.served_by}")
+                run = replace(run, endpoint=session.endpoint(), outside=await self._outside(session, agent))
+            with record.output(logs / f"{agent.name}.txt") as output:
+                if spec.accept is None:
+                    failed = await run_agent(agent, sandbox, run, output)
+                else:
+                    failed = await run_until_accepted(agent, sandbox, run, output, spec.accept)
+                failed = await find_fault(agent, failed, session)
+            outcome.agent_result = usage_of(session)
+        if session is not None:
+            check_session(session)
+            if (counts := session.counts).retries:
+                waited = f"{counts.waited:.1f} s of waiting"
+                record.log(f"model: {counts.retries} retries after faults of the provider, {waited}")
         if failed is not None and failed.blame in ("provider", "infra"):
-            raise failed  # the agent could not go on, so what it left is not graded
+            raise failed  # the agent could not continue, so its work is not graded
         if failed is not None:
             record.log(f"agent: {failed}")
             outcome.exception_info = exception_info(failed, "agent", self.redactor)
@@ -341,13 +337,13 @@ class TrialRun:
     async def _model_session(
         self, agent: Agent, sandbox: Sandbox, logs: Path, policy: NetworkPolicy, step: TaskStep
     ) -> AsyncIterator[Session | None]:
-        """A session at the gateway, served inside the sandbox while the agent runs; None if no model is asked for, or
-        the agent calls its provider itself. Without a public network the model has no internet either."""
+        """A session at the gateway, which listens inside the sandbox; None without a model, or if the agent calls its
+        provider itself. Unless the network is public, the model gets no internet access either."""
         spec, gateway, settings = self.spec, self.services.gateway, self.spec.agent
-        wanted = settings.model_name is not None and not settings.direct
-        if wanted and gateway is None and agent.dialect is not None:
+        needs_gateway = settings.model_name is not None and not settings.direct
+        if needs_gateway and gateway is None and agent.dialect is not None:
             raise UsageError(f"the agent {agent.name!r} needs a model, and this run has no gateway")
-        if not wanted or gateway is None:
+        if not needs_gateway or gateway is None:
             yield None
             return
         from pier.gateway.budget import Budget
@@ -359,7 +355,7 @@ class TrialRun:
         watch = None
         if spec.on_generation is not None:
             watch = partial(spec.on_generation, step.name or None)
-        elif not spec.recorded:  # without a recording the session must keep its calls, to judge the agent by
+        elif not spec.recorded:  # makes the session keep its calls in memory, which `find_fault` needs
             watch = _ignore
         session = gateway.session(
             model,
@@ -383,13 +379,13 @@ class TrialRun:
             await asyncio.shield(session.close())
 
     async def _outside(self, session: Session, agent: Agent) -> Endpoint | None:
-        """The session as an agent reaches it that calls its model from outside the sandbox."""
+        """The session's endpoint for an agent that calls its model from outside the sandbox."""
         if not agent.outside or self.services.gateway is None:
             return None
         return replace(session.endpoint(), url=await self.services.gateway.serve(session=session))
 
     def _seal(self) -> None:
-        """Put the result together and write it; this is what makes the trial finished."""
+        """Complete the result and write it, which finishes the trial."""
         result, spec = self.result, self.spec
         errors = (outcome.exception_info for outcome in self.outcomes if outcome.exception_info)
         result.exception_info = result.exception_info or next(errors, None)

@@ -1,17 +1,16 @@
-"""The trajectory of an agent's run.
+"""The trajectory of an agent's run, derived from the recording of its model calls, else from its own session log.
 
-The trajectory is derived from the recording of the agent's model calls, else from its own session log. It is kept up to
-date while the agent runs, so that it can be watched and a run that is killed leaves one. Deriving takes time off the
-interpreter that serves the agents' models, so all trials of this process together spend at most a tenth of it on this.
+It is updated while the agent runs, so that it can be watched and a killed run has one. The interpreter that derives it
+also serves the agents' models, so all trials of this process together spend at most a tenth of the time on it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,27 +25,44 @@ if TYPE_CHECKING:
     from pier.trajectory.model import Trajectory
 
 
+async def add_trajectory(
+    logs: Path, about: About, result: AgentResult | None, record: TrialRecord
+) -> AgentResult | None:
+    """Write the trajectory next to the recording, and add its usage to the result."""
+    return await _add_usage(_derive_usage(logs, about), result, record, f"the recording {logs / RECORDING}")
+
+
 async def add_native_trajectory(
     logs: Path, about: About, result: AgentResult | None, record: TrialRecord
 ) -> AgentResult | None:
-    """The same for an agent that called its provider itself, from the session log that it kept, if it is one whose logs
-    can be read. A trajectory that the agent left itself is kept."""
+    """The same for an agent that called its provider itself, from its session log if pier can read it. A trajectory
+    that the agent itself wrote is kept."""
     from pier.trajectory.native.convert import READERS
 
     with Tree(logs) as tree:
         own = tree.find(TRAJECTORY)
     if about.agent_name not in READERS or (own is not None and own.kind == "file"):
         return result
+    converted = run_bounded(convert_logs, logs, about.agent_name)
+    return await _add_usage(converted, result, record, f"the logs of {about.agent_name}")
+
+
+async def _add_usage(
+    usage: Awaitable[dict[str, Any]], result: AgentResult | None, record: TrialRecord, source: str
+) -> AgentResult | None:
+    """Add the usage in a trajectory to the result. A failure is a warning, since the verdict does not depend on the
+    trajectory; but a file that this machine cannot write is a fault of the infrastructure."""
     with captured() as failure:
-        known = await run_bounded(convert_logs, logs, about.agent_name)
+        known = await usage
         return (result or AgentResult()).model_copy(update=known) if known else result
-    _raise_storage_fault(failure.error)
-    record.warn(f"no trajectory could be made from the logs of {about.agent_name}: {failure.error}")
+    if (fault := storage_fault(failure.error)) is not None:
+        raise fault from failure.error
+    record.warn(f"cannot derive a trajectory from {source}: {failure.error}")
     return result
 
 
 def convert_logs(logs: Path, agent: str) -> dict[str, Any]:
-    """Write the longest session log of an agent as its trajectory; the fields of an `AgentResult` that it knows."""
+    """Convert the longest session log of an agent to its trajectory, and return the usage."""
     from pier.trajectory.model import read
     from pier.trajectory.native.convert import convert, find_sessions
 
@@ -56,7 +72,7 @@ def convert_logs(logs: Path, agent: str) -> dict[str, Any]:
 
 
 def usage_in(trajectory: Trajectory) -> dict[str, Any]:
-    """The fields of an `AgentResult` that a trajectory knows."""
+    """The fields of an `AgentResult` that a trajectory has."""
     final = trajectory.final_metrics
     extra = (final.extra if final else None) or {}
     return {
@@ -70,21 +86,20 @@ def usage_in(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _raise_storage_fault(error: Exception | None) -> None:
-    """A trajectory that this machine could not write is a fault of the infrastructure, not a warning."""
-    if (fault := storage_fault(error)) is not None:
-        raise fault from error
+async def _derive_usage(logs: Path, about: About) -> dict[str, Any]:
+    summary = await read_back(_derive, logs, about)
+    return summary_usage(summary) if summary.path is not None else {}
 
 
 def _derive(logs: Path, about: About, *, durable: bool = True, most: int | None = None) -> TrajectorySummary:
-    """Write the trajectory next to the recording, from what was recorded so far; `RecordingTooLarge` beyond `most`."""
+    """Write the trajectory of a recording of at most `most` bytes, else `RecordingTooLarge`."""
     from pier.trajectory.derive import write_trajectory
 
     return write_trajectory(logs / RECORDING, logs / TRAJECTORY, about, durable=durable, most=most)
 
 
 def summary_usage(summary: TrajectorySummary) -> dict[str, Any]:
-    """The fields of an `AgentResult` that a derivation knows. A cost that is only known in part is not known."""
+    """The fields of an `AgentResult` that a derived trajectory has. A partial cost is unknown."""
     known = {
         "n_input_tokens": summary.prompt_tokens,
         "n_output_tokens": summary.completion_tokens,
@@ -96,57 +111,17 @@ def summary_usage(summary: TrajectorySummary) -> dict[str, Any]:
     return {name: value for name, value in known.items() if value is not None} | {"cost_usd": summary.cost_usd}
 
 
-async def add_trajectory(
-    logs: Path, about: About, result: AgentResult | None, record: TrialRecord
-) -> AgentResult | None:
-    """Write the trajectory next to the recording, and add what it knows to the result.
-
-    A trajectory that cannot be derived is a warning: the recording is still there, and the verdict does not need it.
-    """
-    if not (logs / RECORDING).is_file():
-        return result
-    with captured() as failure:
-        summary = await read_back(_derive, logs, about)
-        if summary.path is None:
-            return result
-        return (result or AgentResult()).model_copy(update=summary_usage(summary))
-    _raise_storage_fault(failure.error)
-    record.warn(f"no trajectory could be derived from {logs / RECORDING}: {failure.error}")
-    return result
-
-
 _PAUSE = 2.0
 _REST = 9.0
-"""How many times as long as a derivation took, none is made after it."""
+"""Pause after a derivation, as a multiple of its duration."""
 
-
-@dataclass(slots=True)
-class _Pace:
-    """Whose turn it is. One for the process, since what it shares out is the interpreter."""
-
-    busy: bool = False
-    free_at: float = 0.0
-
-    def take(self) -> bool:
-        if self.busy or time.monotonic() < self.free_at:
-            return False
-        self.busy = True
-        return True
-
-    def give_back(self, seconds: float) -> None:
-        self.busy = False
-        self.free_at = time.monotonic() + _REST * seconds
-
-
-_pace = _Pace()
+_next_start = 0.0
+"""Earliest start of the next derivation in this process, on the monotonic clock; infinite during one."""
 
 
 @asynccontextmanager
-async def live_trajectory(logs: Path, about: About, *, recorded: bool) -> AsyncIterator[None]:
-    """Derive the trajectory now and then while the context lasts; none is under way when it is left."""
-    if not recorded:
-        yield
-        return
+async def live_trajectory(logs: Path, about: About) -> AsyncIterator[None]:
+    """Derive the trajectory now and then during the block; no derivation outlives it."""
     over = asyncio.Event()
     task = asyncio.create_task(_follow(logs, about, over))
     try:
@@ -157,31 +132,19 @@ async def live_trajectory(logs: Path, about: About, *, recorded: bool) -> AsyncI
 
 
 async def _follow(logs: Path, about: About, over: asyncio.Event) -> None:
-    known = 0
-    while not await _is_set_within(over, _PAUSE):
-        size = _size(logs / RECORDING)
-        if size == known or not _pace.take():
-            continue
+    global _next_start
+    known, recording = 0, logs / RECORDING
+    while not over.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), _PAUSE)
+        size = recording.stat().st_size if recording.exists() else 0
         began = time.monotonic()
+        if over.is_set() or size == known or began < _next_start:
+            continue
+        _next_start = math.inf
         try:
-            # What cannot be derived now is reported by the derivation at the end.
-            with captured():
+            with captured():  # the derivation at the end reports errors
                 await read_back(_derive, logs, about, durable=False)
         finally:
-            _pace.give_back(time.monotonic() - began)
+            _next_start = time.monotonic() + _REST * (time.monotonic() - began)
         known = size
-
-
-async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            return await event.wait()
-    except TimeoutError:
-        return False
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

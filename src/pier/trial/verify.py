@@ -1,10 +1,9 @@
-"""Grades what is in a task's sandbox: `grade` runs the tests and, if they give no reward, assigns the blame.
+"""Grades a task's sandbox: `grade` runs the tests and, if they give no reward, assigns the blame.
 
-The tests run in the sandbox that was worked in, after it was secured, or in a fresh one that gets the artifacts only.
+The tests run in the sandbox that the agent worked in, after it was secured, or in a fresh one with its artifacts.
 
-An agent that breaks what its tests need must not escape its zero, and one whose tests fail by themselves must not get
-one. So tests that gave no reward run twice more: in a pristine sandbox, without anything that the agent did, and again
-in what the agent left.
+An agent that breaks its tests must get a zero, and one whose tests fail by themselves must not. So tests that gave no
+reward run twice more: in a pristine sandbox, without the agent's work, and again in the agent's state.
 
     pristine     agent's state   outcome
     reward       no reward       the agent broke its own grading: 0 for each key, with a note
@@ -12,11 +11,10 @@ in what the agent left.
     either       below 1         that reward, with a note
     either       1 or more       no verdict, a flake: retryable
 
-What the second run gives stands if another try could give more, since an agent could otherwise have one by breaking
-only the first run.
+A second run's reward below 1 counts: an agent could otherwise get another attempt by breaking only the first run.
 
-A fault of the machine, its disk or its network is never the agent's. The pristine run comes between the other two, so
-that an outage would have to come and go twice to look like the agent's doing.
+A fault of the machine, its disk or its network is never the agent's. The pristine run is between the other two, so that
+only two outages in a row could be mistaken for the agent's fault.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from pier.trial.config import VerifierConfig
 from pier.trial.environment import TaskSandbox, prepare_step, wait_until_healthy
 from pier.trial.plan import StepNetwork, agent_plan, pier_setting, verifier_plan
 from pier.trial.record import TrialRecord, limit
-from pier.trial.result import GradingRun, Integrity, IntegrityNote, captured, finally_do
+from pier.trial.result import GradingRun, Integrity, captured, finally_do
 from pier.trial.spec import user_text
 from pier.verifier.changes import VERIFIER_LOGS, Note
 from pier.verifier.grade import RewardFiles, Rewards, TestPlan, run_tests
@@ -52,12 +50,12 @@ from pier.verifier.secure import look_again, secure
 
 STDOUT = "test-stdout.txt"
 _GRACE = 120.0
-"""Seconds beyond the verifier's own limit for bringing tests in and logs out."""
+"""Seconds beyond the verifier's time limit for uploading tests and taking logs."""
 
 
 @dataclass(slots=True)
 class Graded:
-    """What grading found out, also when it failed half-way: `error` is why there is no verdict."""
+    """The result of grading, also if it failed: `error` is why there is no verdict."""
 
     mode: str
     rewards: Rewards | None = None
@@ -66,17 +64,12 @@ class Graded:
     notes: list[Note] = field(default_factory=list)
     runs: list[GradingRun] = field(default_factory=list)
     starting: bool = False
-    """A sandbox is being started, which holds nothing of the agent's yet: a failure now is not its doing."""
+    """A sandbox without the agent's work is being started, so the agent is not to blame for a failure."""
 
     def integrity(self, redactor: Redactor) -> Integrity:
         notes = [
-            IntegrityNote(
-                kind=n.kind,
-                detail=redactor.text(n.detail),
-                path=redactor.text(n.path) if n.path else None,
-                stopped=n.stopped,
-            )
-            for n in self.notes
+            replace(note, detail=redactor.text(note.detail), path=redactor.text(note.path) if note.path else None)
+            for note in self.notes
         ]
         return Integrity(mode=self.mode, compared=self.compared, notes=notes, runs=self.runs)
 
@@ -91,13 +84,13 @@ async def grade(
     collected: Sequence[Collected] | None = None,
     last: bool = False,
 ) -> Graded:
-    """Grade the present state of `environment` by the tests of a step, as they are on disk now; logs go below
+    """Grade the present state of `environment` by the tests of a step, as they are on disk now. Logs go below
     `directory`.
 
-    It can be called any number of times: the network is as before afterwards, and what runs in the sandbox goes on,
-    unless this is the `last` thing to be done there. Files that were planted for the verifier are removed. `collected`
-    are artifacts that were taken out to `directory / "artifacts"` already; a separate verifier that gets none collects
-    them now. `factor` multiplies the verifier's time.
+    It can be called any number of times: it restores the network policy and, unless the sandbox is not used again
+    (`last`), leaves its processes running. Files that were planted for the verifier are removed. `collected` are the
+    artifacts that are already in `directory / "artifacts"`; without it they are collected now for a separate verifier.
+    `factor` multiplies the verifier's time limit.
     """
     step, artifacts = environment.task.steps[index], directory / "artifacts"
     separate, settings = step.verifier_mode == "separate", settings or VerifierConfig()
@@ -122,7 +115,7 @@ async def grade(
 
 @dataclass(frozen=True, slots=True)
 class _Tests(ABC):
-    """The tests of one step. Each call is one whole verification, which gives `graded` its rewards or raises."""
+    """The tests of one step. Each call is a complete verification, which sets the rewards of `graded` or raises."""
 
     environment: TaskSandbox
     index: int
@@ -156,7 +149,7 @@ class _Tests(ABC):
         bundled: bool = False,
         whole: Sandbox | None = None,
     ) -> None:
-        """Run the tests in a sandbox that is fit for it, and take the logs out to `target`."""
+        """Run the tests in a secured or fresh sandbox, and take the logs out to `target`."""
         table, settings, environ = self.step.verifier, self.settings, self.environment.starter.environ
         seconds = phase_seconds(settings.override_timeout_sec, table.timeout_sec, settings.max_timeout_sec, self.factor)
         env = resolve_env(table.env, where="verifier.env", environ=environ)
@@ -172,19 +165,23 @@ class _Tests(ABC):
             whole=whole,
         )
         logs = _Logs(sandbox, target, self.environment.record)
-        longest = None if seconds is None else seconds + _GRACE
-        async with finally_do(logs.take_once), limit(longest, lambda: _too_long(seconds)):
+        deadline = None if seconds is None else seconds + _GRACE
+        message = f"the verifier took longer than {seconds or 0:g} s"
+        async with (
+            finally_do(logs.take_once),
+            limit(deadline, lambda: VerifierError(message, code="verifier_timeout")),
+        ):
             with self.environment.record.output(logs.target / STDOUT) as output:
-                found = await run_tests(sandbox, plan, output, logs.take)
-        graded.rewards = found.rewards
-        graded.notes += found.notes
+                verdict = await run_tests(sandbox, plan, output, logs.take)
+        graded.rewards = verdict.rewards
+        graded.notes += verdict.notes
 
 
 class _SharedTests(_Tests):
-    """Tests that run in the sandbox that was worked in."""
+    """Tests that run in the agent's sandbox."""
 
     async def in_agents_state(self, graded: Graded, logs: Path) -> None:
-        """Grade what the agent left. It can be called again: the verifier's directories are emptied first."""
+        """Grade the agent's sandbox. The verifier's directories are emptied first, so it can be graded again."""
         environment = self.environment
         await environment.switch_network(self.network.verifier)
         await self._grade(graded, environment.sandbox, environment.before, environment.workdir, logs)
@@ -231,18 +228,18 @@ class _SharedTests(_Tests):
             except SandboxError as error:
                 if secured.view is None or error.code != LOST:
                     raise
-                graded.notes.append(Note("processes", f"they kept the verifier from its work, and are killed: {error}"))
+                graded.notes.append(Note("processes", f"killed, since the verifier cannot run next to them: {error}"))
 
 
 class _SeparateTests(_Tests):
-    """Tests that run in a sandbox that the agent never saw. Artifacts come to the paths where the agent left them."""
+    """Tests that run in a new sandbox, which gets the agent's artifacts at their original paths."""
 
     async def in_agents_state(self, graded: Graded, logs: Path) -> None:
-        """Grade the artifacts, in another sandbox each time."""
+        """Grade the artifacts, in a new sandbox each time."""
         await self._grade(graded, self.collected, "verifier", logs)
 
     async def in_pristine_state(self, graded: Graded, logs: Path, watch: OnDecision) -> None:
-        """Grade without any artifact."""
+        """Grade without artifacts."""
         await self._grade(graded, (), "pristine", logs, watch)
 
     async def _grade(
@@ -262,21 +259,21 @@ class _SeparateTests(_Tests):
 
 
 class _Logs:
-    """The verifier's logs, taken out once; the reward files are among them."""
+    """The verifier's logs, which are taken out once, with the reward files."""
 
     def __init__(self, sandbox: Sandbox, target: Path, record: TrialRecord) -> None:
         self.target = target
         self.taken = False
         self._sandbox = sandbox
         self._record = record
-        self._found: RewardFiles | None = None
+        self._rewards: RewardFiles | None = None
 
     async def take(self) -> RewardFiles | None:
-        """Take the logs out, if they are kept; the reward files, if they came whole and as what they should be."""
+        """Take the logs out if they are kept, and return the reward files if they are complete regular files."""
         if self._record.kept:
             await take_logs(self._sandbox, VERIFIER_LOGS, self.target, self._record, self._look)
         self.taken = True
-        return self._found
+        return self._rewards
 
     async def take_once(self) -> None:
         if not self.taken:
@@ -284,16 +281,12 @@ class _Logs:
 
     def _look(self, incoming: Tree, left_out: list[str]) -> None:
         if len(left_out) < SKIPPED and not any("reward." in name for name in left_out):
-            self._found = RewardFiles.in_copy(incoming)
-
-
-def _too_long(seconds: float | None) -> VerifierError:
-    return VerifierError(f"the verifier took longer than {seconds or 0:g} s", code="verifier_timeout")
+            self._rewards = RewardFiles.in_copy(incoming)
 
 
 FIRST = "verifier"
 LATER = "verifier-runs"
-"""Where the logs of further runs are: next to those of the first, since the tests choose the names among those."""
+"""Directory of the logs of further runs. It is not below `FIRST`, where the tests choose the names."""
 
 _MACHINE = frozenset(
     {
@@ -301,16 +294,16 @@ _MACHINE = frozenset(
         *("engine", "engine_down", "helper_start", "stop_timeout"),
     }
 )
-"""Codes of errors that say nothing about what is in a sandbox."""
+"""Codes of errors that do not depend on the contents of a sandbox."""
 
 _OF_FILES = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 _OF_NAMES = frozenset({errno.ELOOP, errno.ENAMETOOLONG})
-"""With the above, what reading a tree of files that an agent made may fail with."""
+"""With the above, the errors of reading a tree of files that an agent made."""
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkUse:
-    """The destinations that a run tried to reach, and those of them that could not be reached."""
+    """The destinations that a run tried to reach, and those that were unreachable."""
 
     tried: set[tuple[str, str, int]] = field(default_factory=set)
     failed: set[tuple[str, str, int]] = field(default_factory=set)
@@ -318,10 +311,10 @@ class NetworkUse:
     def note(self, decision: Decision) -> None:
         if not decision.allowed or decision.kind not in ("dns", "tcp"):
             return
-        place = (decision.kind, decision.name, decision.port)
-        self.tried.add(place)
+        destination = (decision.kind, decision.name, decision.port)
+        self.tried.add(destination)
         if decision.outage:
-            self.failed.add(place)
+            self.failed.add(destination)
 
 
 @dataclass(slots=True)
@@ -334,8 +327,8 @@ class _Run:
 
 
 async def _reach_verdict(tests: _Tests, graded: Graded, directory: Path, record: TrialRecord) -> None:
-    """Grade, and assign the blame if that gives no reward. `graded` gets the rewards; an error is raised if
-    there is no verdict."""
+    """Set the rewards of `graded`, after assigning the blame if the first run gives none. Raise if there is no
+    verdict."""
     first = _Run("agent", FIRST, graded)
     with _agents_run(first, record):
         await tests.in_agents_state(graded, directory / FIRST)
@@ -356,10 +349,10 @@ async def _reach_verdict(tests: _Tests, graded: Graded, directory: Path, record:
 
 
 def _decide(graded: Graded, first: _Run, pristine: _Run, again: _Run) -> None:
-    """Give `graded` the rewards of the second run, or the zeros of an agent that broke its grading; else raise the
-    error with its blame."""
+    """Set the rewards of `graded` to those of the second run, or to zeros if the agent broke its grading; else raise
+    the error with its blame."""
     error, rewards = first.error, again.graded.rewards
-    if rewards is not None and _is_full(rewards):
+    if rewards is not None and rewards.get("reward", min(rewards.values(), default=0)) >= 1:
         raise VerifierError(
             f"the tests gave no reward and then {rewards} for the same state; the first time: {error}",
             code="verifier_flaky",
@@ -373,29 +366,22 @@ def _decide(graded: Graded, first: _Run, pristine: _Run, again: _Run) -> None:
     if rewards is not None:
         graded.rewards, graded.compared = rewards, again.graded.compared
         graded.notes += again.graded.notes
-        graded.notes.append(
-            Note("no_reward", f"the tests gave this reward when they ran again; the first time: {error}")
-        )
+        detail = f"the tests gave this reward when they ran again; the first time: {error}"
+        graded.notes.append(Note("no_reward", detail))
         return
     if pristine.error is not None:
         if isinstance(error, VerifierError) and error.blame == "task":
             raise error
         raise VerifierError(f"the tests could not run: {error}", code=getattr(error, "code", "verifier")) from error
     graded.rewards = dict.fromkeys(pristine.graded.rewards or {}, 0)
-    graded.notes.append(
-        Note("no_reward", f"the tests give a reward without the agent's work, and none with it, tried twice: {error}")
-    )
-
-
-def _is_full(rewards: Rewards) -> bool:
-    """Whether another try could hardly give more: by the key `reward`, where there are others as well."""
-    return rewards.get("reward", min(rewards.values(), default=0)) >= 1
+    detail = f"the tests give a reward without the agent's work, and none with it, tried twice: {error}"
+    graded.notes.append(Note("no_reward", detail))
 
 
 def network_faults(first: NetworkUse, pristine: NetworkUse, again: NetworkUse, *, reward: bool) -> str:
-    """The destinations that could not be reached. In the agent's state only those count that the tests also try without
-    it: the agent may have planted attempts that fail. `reward`: the pristine run gave one, so what failed there is not
-    needed for it."""
+    """The unreachable destinations. Those of the agent's state only count if the tests also try them in the pristine
+    run: the agent may have planted attempts that fail. `reward`: the pristine run gave one, so it did not need the
+    destinations that it failed to reach."""
     lost = (first.failed | again.failed) & pristine.tried
     lost = lost - pristine.failed if reward else lost | pristine.failed
     return ", ".join(sorted({f"{name}:{port}" if port else name for _, name, port in lost}))
@@ -403,7 +389,7 @@ def network_faults(first: NetworkUse, pristine: NetworkUse, again: NetworkUse, *
 
 @contextmanager
 def _agents_run(run: _Run, record: TrialRecord) -> Iterator[None]:
-    """Keep the error of a run in the agent's state, unless nothing in a sandbox can be the reason for it."""
+    """Keep the error of a run in the agent's state, unless no content of a sandbox can have caused it."""
     record.watch = run.network.note
     try:
         yield
@@ -417,7 +403,7 @@ def _agents_run(run: _Run, record: TrialRecord) -> Iterator[None]:
 
 @contextmanager
 def _pristine_run(run: _Run) -> Iterator[None]:
-    """Keep the error of a run that the agent has no part in, if it is the task's."""
+    """Keep the error of a run without the agent's work, if the task is to blame."""
     try:
         yield
     except PierError as error:
@@ -427,7 +413,7 @@ def _pristine_run(run: _Run) -> Iterator[None]:
 
 
 def is_machine_fault(error: BaseException | None) -> bool:
-    """Whether an error, or what it came of, is one that files and processes in a sandbox cannot cause."""
+    """Whether an error, or a cause of it, is one that files and processes in a sandbox cannot bring about."""
     while error is not None:
         if isinstance(error, PathError):
             return False

@@ -1,13 +1,12 @@
-"""Which files of an agent could steer a verifier: files that it changed in the sandbox, and files of its artifacts.
+"""Finds files of an agent that could influence a verifier: changed files of the sandbox, and files of artifacts.
 
-A file is not proof of cheating: projects have their own `conftest.py` or `calendar.py`. It is worth a note, because a
-reader of the verdict should know. What never belongs to a solution (a shell replaced, a library loaded into every
-program, a module that every Python imports) is undone before the tests run.
+Such a file does not prove cheating: projects have their own `conftest.py` or `calendar.py`. So it is noted in the
+result. Changes that are never part of a solution (a replaced shell, a library that every program loads, a module that
+every Python imports) are undone before the tests run.
 
-An artifact is laid where the agent had it, next to the verifier's own files. A link in it that leads elsewhere would
-make those files (tests, an answer in the image) part of the artifact, so it is left out. An artifact that covers
-`/tests` or `/logs/verifier` is mixed with the verifier's own files, so of its links only those to its own regular
-files stay.
+Artifacts are copied to their original paths, next to the verifier's own files. Links that lead out of an artifact are
+left out, since they would make other files (tests, an answer in the image) part of it. An artifact that covers `/tests`
+or `/logs/verifier` is mixed with the verifier's own files: of its links only those to its own regular files are kept.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import posixpath
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -29,12 +29,12 @@ LOGS = "/logs"
 VERIFIER_LOGS = "/logs/verifier"
 ARTIFACTS = "/logs/artifacts"
 TESTS = "/tests"
-"""Directories of a sandbox that every task may count on."""
+"""Directories that exist in every sandbox of a task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that could have steered the verdict. `stopped`: it was undone before the verifier ran."""
+    """Something that could have influenced the verdict. `stopped`: it was undone before the verifier ran."""
 
     kind: str
     detail: str
@@ -43,18 +43,18 @@ class Note:
 
 
 NOTE_LIMIT = 100
-"""How many notes of one kind a result carries; an agent may change a million files."""
+"""Maximum number of notes of one kind in a result; an agent may change a million files."""
 
 
 def limited(notes: list[Note]) -> list[Note]:
-    """At most `NOTE_LIMIT` notes of each kind, with a count in place of the rest."""
+    """At most `NOTE_LIMIT` notes of each kind, and the number of the others."""
     kept: list[Note] = []
-    seen: dict[str, int] = {}
+    counts = Counter[str]()
     for note in notes:
-        seen[note.kind] = seen.get(note.kind, 0) + 1
-        if seen[note.kind] <= NOTE_LIMIT:
+        counts[note.kind] += 1
+        if counts[note.kind] <= NOTE_LIMIT:
             kept.append(note)
-    kept += [Note(kind, f"{n - NOTE_LIMIT} more of this kind") for kind, n in seen.items() if n > NOTE_LIMIT]
+    kept += [Note(kind, f"{n - NOTE_LIMIT} more of this kind") for kind, n in counts.items() if n > NOTE_LIMIT]
     return kept
 
 
@@ -86,7 +86,7 @@ _RUNNER_PATHS = re.compile(
     r"/(node_modules/(\.bin/)?(jest|vitest|mocha|ava|tap|karma|playwright)(/package\.json)?|\.cargo/config(\.toml)?)$"
 )
 _LINKS = re.compile(r"node_modules|\.bin|\.cargo|(dist|site)-packages|.*\.(dist|egg)-info")
-"""What lies in a directory of such a name is judged by it, so a link to another directory hides that."""
+"""Directories whose name affects how their files are judged, which a link of that name would hide."""
 _SECTIONS = {
     "setup.cfg": re.compile(rb"\[tool:pytest\]"),
     "tox.ini": re.compile(rb"\[pytest\]"),
@@ -96,13 +96,13 @@ _TABLES = {
     "pyproject.toml": (tomllib.loads, ("tool",), {"pytest"}),
     "package.json": (json.loads, (), {"jest", "mocha", "ava", "vitest"}),
 }
-"""How a file is parsed, the table in it, and the keys of test runners there."""
+"""The parser of a file, the path of a table in it, and the keys of test runners in that table."""
 _LONG_KEY = re.compile(rb"(?:\.[^.\n]*+){100}")
-"""Perhaps a dotted key, which takes quadratic time to parse."""
+"""Possibly a dotted key, which takes quadratic time to parse."""
 
 
 def is_read_by_itself(path: str) -> tuple[str, str] | None:
-    """The kind of a file that is read wherever it lies, and why; None if it is another."""
+    """The kind and reader of a file that programs read in any directory; None for other files."""
     name = PurePosixPath(path).name
     if is_startup(path):
         return "startup", "Python imports this at each start"
@@ -116,7 +116,7 @@ def is_read_by_itself(path: str) -> tuple[str, str] | None:
 
 
 def is_startup(path: str) -> bool:
-    """Whether this is a module that Python imports at each start if it finds it, also in the form of a package."""
+    """Whether this is a module or package that Python imports at each start."""
     file = PurePosixPath(path)
     if file.name in STARTUP:  # a directory, or a link to one
         return True
@@ -125,8 +125,8 @@ def is_startup(path: str) -> bool:
 
 
 def shadowed_module(path: str) -> str | None:
-    """The module of Python, or of a test runner, that is not imported where a directory with this file is searched
-    first; None if the file hides none. A package counts by its `__init__` or `__main__`."""
+    """The module of Python or of a test runner that this file replaces in imports; None if it replaces none. A package
+    is judged by its `__init__` or `__main__`."""
     file = PurePosixPath(path)
     if file.suffix not in _CODE or "__pycache__" in file.parts:
         return None
@@ -136,28 +136,28 @@ def shadowed_module(path: str) -> str | None:
 
 
 def import_root(path: str) -> str:
-    """The directory that must be searched for `shadowed_module` to hide a module."""
+    """The directory that must be on the module search path for `shadowed_module` to take effect."""
     file = PurePosixPath(path)
     is_package = file.name.partition(".")[0] in ("__init__", "__main__")
     return str(file.parent.parent if is_package else file.parent)
 
 
 def may_configure(path: str) -> bool:
-    """Whether a file may have a section for a test runner, which its content says."""
+    """Whether a file of this name can configure a test runner, depending on its content."""
     return PurePosixPath(path).name in _SECTIONS.keys() | _TABLES.keys()
 
 
 def configures(path: str, content: bytes) -> bool:
-    """Whether a file that `may_configure` has such a section. One that cannot be read may have."""
+    """Whether a file that `may_configure` configures a test runner; also if it cannot be parsed."""
     name = PurePosixPath(path).name
     if name in _SECTIONS:
         return _SECTIONS[name].search(content) is not None
-    parse, way, runners = _TABLES[name]
+    parse, keys, runners = _TABLES[name]
     if parse is tomllib.loads and _LONG_KEY.search(content):
         return True
     try:
         table = parse(content.decode("utf-8-sig"))
-        for key in way:
+        for key in keys:
             table = table.get(key, {})
         return any(isinstance(table[key], dict | list) for key in runners & table.keys())
     except (ValueError, RecursionError, AttributeError):
@@ -181,7 +181,7 @@ _PROFILE_PATHS = ("/etc/profile", "/etc/bash.bashrc", "/etc/environment", "/etc/
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """One path that an agent changed, why it matters, and what is to be done about it."""
+    """A path that an agent changed, why it matters, and the action to take."""
 
     kind: str
     path: str
@@ -190,9 +190,9 @@ class Suspicion:
 
 
 def judge(changed: Iterable[Change], *, workdir: str) -> list[Suspicion]:
-    """The entries of `changed` that could steer a verifier."""
-    found = (_judge(change, workdir) for change in sorted(changed, key=lambda change: change.path))
-    return [suspicion for suspicion in found if suspicion is not None]
+    """The entries of `changed` that could influence a verifier."""
+    judged = (_judge(change, workdir) for change in sorted(changed, key=lambda change: change.path))
+    return [suspicion for suspicion in judged if suspicion is not None]
 
 
 def _judge(change: Change, workdir: str) -> Suspicion | None:
@@ -203,12 +203,12 @@ def _judge(change: Change, workdir: str) -> Suspicion | None:
     if change.kind == "removed":
         return None
     if path == "/etc/ld.so.preload":
-        return Suspicion("loader", path, "libraries named here are loaded into every program", "remove")
+        return Suspicion("loader", path, "every program loads the libraries named here", "remove")
     if path.startswith("/etc/ld.so.conf") or _LOADER.fullmatch(path):
         return Suspicion("loader", path, "this decides which libraries programs load")
     if (known := is_read_by_itself(path)) is not None:
         return Suspicion(known[0], path, known[1], _undo(path, added, inside))
-    # Directories that were added are not in the list, so a name without an ending may be a link to one.
+    # New directories are not listed, so a name without a suffix may be a link to one.
     code = path if PurePosixPath(path).suffix else f"{path}/__init__.py"
     if import_root(code) == workdir and (module := shadowed_module(code)) is not None:
         return Suspicion("module", path, f"Python may import this in place of the module {module}")
@@ -227,7 +227,7 @@ def _judge_program(path: str, name: str, added: bool) -> Suspicion | None:
     if not added and name in SHELLS | TOOLS:
         return Suspicion("program", path, "a program that verifiers rely on was replaced", "restore")
     if added and name in SHELLS | TOOLS and path.startswith("/usr/local/"):
-        return Suspicion("program", path, "it goes before a program that verifiers rely on", "remove")
+        return Suspicion("program", path, "it takes precedence over a program that verifiers rely on", "remove")
     if _RUNTIMES.fullmatch(name):
         return Suspicion("program", path, "verifiers may run this" if added else "verifiers may run what was replaced")
     return None
@@ -236,13 +236,13 @@ def _judge_program(path: str, name: str, added: bool) -> Suspicion | None:
 _OWN = (TESTS, VERIFIER_LOGS)
 _CONFIG_LIMIT = 128 * 1024
 _CONFIGS_LIMIT = 2 * 1024 * 1024
-"""A larger configuration file, and each one after this total, is noted without a look into it: parsing
-takes a second for 128 KiB."""
+"""Limits on one configuration file and on all of them. Files beyond them are noted unread: parsing 128 KiB takes a
+second."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedArtifact:
-    """Paths below the artifact that stay behind, and what is worth knowing. `dropped`: all of it stays behind."""
+    """Paths below the artifact that are left out, and notes. `dropped`: the whole artifact is left out."""
 
     left_out: frozenset[str] = frozenset()
     notes: tuple[Note, ...] = ()
@@ -250,16 +250,14 @@ class JudgedArtifact:
 
 
 def judge_artifact(kept: Tree, place: str, source: str, workdir: str = "/") -> JudgedArtifact:
-    """Judge what was collected to `place` below `kept` and comes from `source`, an absolute path in the sandbox.
-    `workdir` is where the verifier runs."""
-    found = kept.find(place)
-    if found is None or found.kind == "other":
+    """Judge the artifact at `place` below `kept`, whose absolute path in the sandbox is `source`. `workdir` is the
+    working directory of the verifier."""
+    top = kept.find(place)
+    if top is None or top.kind == "other":
         return JudgedArtifact(dropped=True)
-    if found.kind == "link":
-        return JudgedArtifact(notes=(_left_out(source, found.leads),), dropped=True)
-    entries = [found]
-    if found.kind == "directory":
-        entries.extend(kept.entries(below=place))
+    if top.kind == "link":
+        return JudgedArtifact(notes=(_left_out(source, top.leads),), dropped=True)
+    entries = [top, *(kept.entries(below=place) if top.kind == "directory" else ())]
     paths = [str(PurePosixPath(source, entry.path[len(place) :].lstrip("/"))) for entry in entries]
     mixed = any(PurePosixPath(own).is_relative_to(source) for own in _OWN)
     files = {path for path, entry in zip(paths, entries, strict=True) if entry.kind == "file" and not _is_own(path)}
@@ -272,7 +270,7 @@ def judge_artifact(kept: Tree, place: str, source: str, workdir: str = "/") -> J
         elif entry.kind == "link" and mixed and _target(path, entry.leads) not in files:
             notes.append(_left_out(path, entry.leads, "it may lead to the verifier's own files"))
         elif _is_own(path):
-            notes.append(Note("tests", "left out of an artifact: this place is the verifier's own", path, stopped=True))
+            notes.append(Note("tests", "left out of an artifact: this path is the verifier's own", path, stopped=True))
         else:
             judged[path] = entry
             continue
@@ -285,18 +283,17 @@ def _left_out(path: str, leads: str, why: str = "it leads out of it") -> Note:
 
 
 def _is_own(path: str) -> bool:
-    """Whether a place is the verifier's own."""
+    """Whether a path is the verifier's own."""
     return any(PurePosixPath(path).is_relative_to(own) for own in _OWN)
 
 
 def _target(path: str, leads: str) -> str:
-    """Where a link leads, if nothing on the way is a link."""
+    """The target of a link, if no directory on its path is a link."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(path), leads))
 
 
 def _leads_out(path: str, leads: str, source: str) -> bool:
-    """Whether a link may lead out of the artifact. A way that goes down and up again counts as one that may: what it
-    passes may be a link too."""
+    """Whether a link may lead out of the artifact. A path with `..` after a name may: the name may be a link too."""
     parts = [part for part in PurePosixPath(leads).parts if part != "."]
     if leads.startswith("/"):
         return ".." in parts or not PurePosixPath(leads).is_relative_to(source)
@@ -306,8 +303,8 @@ def _leads_out(path: str, leads: str, source: str) -> bool:
 
 
 def _steering(kept: Tree, judged: dict[str, Entry], searched: set[str]) -> Iterator[Note]:
-    """Notes on files that the verifier may load by itself. In a package the names of modules are free, as long as it is
-    not one of the directories that are `searched`; those of test runners never are."""
+    """Notes on files that the verifier may load by itself. Modules in a package may have any name but a test runner's,
+    unless the package is one of the directories `searched` for imports."""
     packages = {str(PurePosixPath(path).parent) for path in judged if PurePosixPath(path).name == "__init__.py"}
     packages -= searched
     left = _CONFIGS_LIMIT
@@ -329,7 +326,7 @@ def _steering(kept: Tree, judged: dict[str, Entry], searched: set[str]) -> Itera
 
 
 def _behind_link(path: str) -> tuple[str, str] | None:
-    """What a link may stand for: a package, a configuration, or a directory of such."""
+    """The kind and detail of a note on a link to a package, a configuration, or a directory of these."""
     if may_configure(path) or _LINKS.fullmatch(PurePosixPath(path).name):
         return "runner", "it may configure a test runner, from another place of the artifact"
     if module := shadowed_module(f"{path}/__init__.py"):

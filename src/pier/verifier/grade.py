@@ -1,13 +1,11 @@
 """Runs a task's tests and reads the verdict.
 
-The tests arrive only now. Their exit code means nothing, the reward file does. What they print goes to the runner,
-never through a file of the sandbox. Before the reward is read everything that still runs is killed: what the agent left
-running only if there is a reward and no step follows, as it may be needed again.
+The tests are uploaded right before they run. Their reward file counts, not their exit code. Their output goes to the
+runner, never through a file of the sandbox. Their processes are killed before the reward is read; those of the agent
+only if there is a reward and no step follows, since another run may need them.
 
-What reward files say. Every content has one documented meaning; nothing is guessed.
-
-`reward.json` is a flat object of finite numbers (true and false count as 1 and 0); `reward.txt` is one finite number,
-which becomes the key `reward`. If both are there `reward.json` decides, and a disagreement is reported.
+`reward.json` is a flat object of finite numbers (true and false are 1 and 0); `reward.txt` is one finite number, the
+value of the key `reward`. If both exist `reward.json` counts, and a disagreement is reported.
 """
 
 from __future__ import annotations
@@ -28,44 +26,45 @@ from pier.tree import Tree, TreeError
 from pier.verifier.changes import TESTS, VERIFIER_LOGS, Note
 
 REWARD_LIMIT = 1024 * 1024
-"""How large a reward file may be, in bytes."""
+"""Maximum size of a reward file in bytes."""
 
 Rewards = dict[str, float | int]
+_NAMES = ("reward.json", "reward.txt")
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFiles:
-    """The content of the two files; None for one that is not there."""
+    """The content of the two files; None for a missing one."""
 
     json: bytes | None = None
     text: bytes | None = None
 
     @classmethod
     def in_copy(cls, directory: Tree) -> RewardFiles | None:
-        """The files in a copy of the verifier's directory; None if one of them is not a plain file of at most
-        `REWARD_LIMIT` bytes, or neither is there."""
-        found: list[bytes | None] = []
-        for name in ("reward.json", "reward.txt"):
+        """The files in a copy of the verifier's directory; None if both are missing, or one is not a regular file of
+        at most `REWARD_LIMIT` bytes."""
+        contents: list[bytes | None] = []
+        for name in _NAMES:
             try:
-                found.append(directory.read(name, REWARD_LIMIT))
+                contents.append(directory.read(name, REWARD_LIMIT))
             except FileNotFoundError:
-                found.append(None)
+                contents.append(None)
             except TreeError:
                 return None
-        return cls(*found) if any(content is not None for content in found) else None
+        return None if contents == [None, None] else cls(*contents)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Rewards by key, and what is worth knowing about how they came to be."""
+    """Rewards by key, and notes on how they came about."""
 
     rewards: Rewards
     notes: tuple[Note, ...] = ()
 
 
 def read_verdict(files: RewardFiles) -> Verdict:
-    """The verdict that the files give. `VerifierError` with code `reward_missing`, `reward_empty` or
-    `reward_invalid` if they give none."""
+    """The verdict in the reward files. `VerifierError` with code `reward_missing`, `reward_empty` or `reward_invalid`
+    if they have none."""
     if files.json is not None:
         rewards = parse_json(files.json)
         disagreement = _disagreement(rewards, files.text)
@@ -80,7 +79,7 @@ def read_verdict(files: RewardFiles) -> Verdict:
 
 
 def parse_text(content: bytes) -> float:
-    """The number that a `reward.txt` holds."""
+    """The number in a `reward.txt`."""
     text = _decode(content, "reward.txt").strip()
     try:
         value = float(text)
@@ -92,7 +91,7 @@ def parse_text(content: bytes) -> float:
 
 
 def parse_json(content: bytes) -> Rewards:
-    """The numbers that a `reward.json` holds, by key."""
+    """The numbers in a `reward.json`, by key."""
     text = _decode(content, "reward.json")
     try:
         value = json.loads(text, object_pairs_hook=_no_duplicates)
@@ -174,7 +173,7 @@ TakeRewards = Callable[[], Awaitable[RewardFiles | None]]
 
 @dataclass(frozen=True, slots=True)
 class TestPlan:
-    """The tests to run. `tests` are uploaded over one another; none if the image brings them (`bundled`)."""
+    """The tests to run: directories that are uploaded one over another, or none if the image has them (`bundled`)."""
 
     tests: tuple[Path, ...]
     workdir: str
@@ -184,14 +183,14 @@ class TestPlan:
     user: str | None = None
     seconds: float | None = None
     whole: Sandbox | None = None
-    """The sandbox with all that the agent left running, if the tests run in a view of it and no step follows."""
+    """The sandbox with the agent's processes, if the tests run in a view of it and no step follows."""
 
 
 async def run_tests(
     sandbox: Sandbox, plan: TestPlan, on_output: OnOutput | None = None, take: TakeRewards | None = None
 ) -> Verdict:
-    """Upload the tests, run them, read the verdict. The sandbox must be secured or fresh. `VerifierError` if there is
-    no usable verdict. `take` may have the reward files already, from logs that are taken out anyway."""
+    """Upload the tests, run them and read the verdict; `VerifierError` if there is none. The sandbox must be secured or
+    fresh. `take` copies the logs out, and returns the reward files if they are among them."""
     argv = await _prepare(sandbox, plan)
     result = await sandbox.exec(
         argv,
@@ -210,11 +209,11 @@ async def run_tests(
         await plan.whole.kill_all()
     files = await take() if take is not None else None
     if files is None:
-        files = RewardFiles(await _read(sandbox, "reward.json"), await _read(sandbox, "reward.txt"))
+        files = RewardFiles(*[await _read(sandbox, name) for name in _NAMES])
     try:
         verdict = read_verdict(files)
     except VerifierError as error:
-        raise _explained(error, result) from error
+        raise _with_ending(error, result) from error
     return Verdict(verdict.rewards, (*notes, *verdict.notes))
 
 
@@ -245,7 +244,7 @@ async def _prepare(sandbox: Sandbox, plan: TestPlan) -> list[str]:
 
 
 async def _has_reward(sandbox: Sandbox) -> bool:
-    for name in ("reward.json", "reward.txt"):
+    for name in _NAMES:
         with suppress(FileNotFoundError, SandboxError):
             await sandbox.read_file(f"{VERIFIER_LOGS}/{name}", max_bytes=REWARD_LIMIT)
             return True
@@ -265,8 +264,8 @@ async def _read(sandbox: Sandbox, name: str) -> bytes | None:
         raise
 
 
-def _explained(error: VerifierError, result: Result) -> VerifierError:
-    """The error with how the tests ended, which is what a task's author looks for first."""
+def _with_ending(error: VerifierError, result: Result) -> VerifierError:
+    """The error with the outcome of the tests, which is the first thing that a task's author looks for."""
     ending = f"ended with exit code {result.exit_code}"
     if result.out_of_memory or result.out_of_disk:
         ending = "ran out of memory" if result.out_of_memory else "exceeded their disk limit"

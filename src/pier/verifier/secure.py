@@ -1,15 +1,16 @@
-"""Makes a sandbox that an agent worked in fit for grading: what the agent left running cannot reach the verifier, its
-tests and its verdict, and nothing it prepared for the verifier is left in the places that the verifier trusts."""
+"""Secures an agent's sandbox for grading: its processes cannot reach the verifier, its tests and its verdict, and files
+that it planted where the verifier trusts them are removed."""
 
 from __future__ import annotations
 
 import asyncio
 import io
+import posixpath
 import tarfile
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal
 
 from pier.errors import SandboxError, VerifierError
@@ -17,24 +18,23 @@ from pier.sandbox.contract import Change, Isolation, NewFile, Sandbox
 from pier.verifier.changes import LOGS, TESTS, VERIFIER_LOGS, Note, Suspicion, changed_since, judge, limited
 
 Pristine = Callable[[], AbstractAsyncContextManager[Sandbox]]
-"""Opens a sandbox of the same image that no agent has touched."""
-
+"""Opens a new sandbox of the same image."""
 
 PRIVATE_TESTS = 256 << 20
-"""Bytes of tests that are kept in memory while processes of the agent run. Of a sandbox with a limit on memory it is at
-most a quarter of that."""
+"""Maximum bytes of tests that are kept in memory while processes of the agent run; at most a quarter of the sandbox's
+memory limit."""
 
 
 async def make_folders(sandbox: Sandbox, folders: Mapping[str, int], *, clear: Sequence[str] = ()) -> None:
-    """Make directories (absolute paths) with their modes, owned by root. Parents that are missing are made too. What is
-    at the paths `clear` is removed first."""
+    """Create directories (absolute paths) with their modes, owned by root, and missing parents. The paths `clear` are
+    removed first."""
     await sandbox.put_files([NewFile(path.strip("/"), mode) for path, mode in folders.items()], "/", clear=clear)
 
 
 @dataclass(frozen=True, slots=True)
 class Secured:
-    """The changes that were found and undone. `compared`: the sandbox lists changes. `view` is where the tests must
-    run if processes of the agent do, and `changed` what differed from the image then."""
+    """Notes on what was found and undone. `compared`: the sandbox lists changes. `view` is the isolated view that the
+    tests must run in while processes of the agent run, and `changed` the changes from the image at its start."""
 
     notes: tuple[Note, ...] = ()
     compared: bool = False
@@ -43,7 +43,7 @@ class Secured:
 
     @asynccontextmanager
     async def place(self, sandbox: Sandbox) -> AsyncIterator[Sandbox]:
-        """Where to run the tests of `sandbox`; a view of it ends with this."""
+        """The sandbox to run the tests in: the view, which ends with the block, or `sandbox` itself."""
         if self.view is None:
             yield sandbox
         else:
@@ -60,8 +60,8 @@ async def secure(
     keep_processes: bool = True,
     tests: Iterable[Path] = (),
 ) -> Secured:
-    """Isolate the verifier from running processes, or kill them; undo planted files; ensure that the verifier's
-    directories are empty. `before` is what differed from the image when the agent began, `tests` are to be uploaded."""
+    """Isolate the verifier from running processes, or kill them. Remove planted files and empty the verifier's
+    directories. `before` are the changes from the image when the agent started; `tests` are uploaded later."""
     view, notes = await _isolate(sandbox, tests) if keep_processes else (None, await _kill(sandbox))
     after = await sandbox.changes()
     if after is not None:
@@ -78,14 +78,13 @@ async def secure(
 
 
 async def look_again(sandbox: Sandbox, secured: Secured, workdir: str) -> list[Note]:
-    """Notes on what was planted while the tests ran: processes of the agent could do it until then. It may be the tests
-    themselves that did."""
+    """Notes on files that were planted during the tests, by processes of the agent or by the tests themselves."""
     after = await sandbox.changes() if secured.changed is not None else None
     if after is None:
         return []
-    found = judge(changed_since(secured.changed or (), after), workdir=workdir)
-    aside = "; it changed while processes of the agent ran next to the tests"
-    return limited([Note(each.kind, each.detail + aside, each.path) for each in found if each.action != "note"])
+    suspicions = judge(changed_since(secured.changed or (), after), workdir=workdir)
+    suffix = "; it changed while processes of the agent ran next to the tests"
+    return limited([Note(each.kind, each.detail + suffix, each.path) for each in suspicions if each.action != "note"])
 
 
 async def _isolate(sandbox: Sandbox, tests: Iterable[Path]) -> tuple[Sandbox | None, list[Note]]:
@@ -95,9 +94,9 @@ async def _isolate(sandbox: Sandbox, tests: Iterable[Path]) -> tuple[Sandbox | N
         if error.code != "cannot_isolate":
             raise
         return None, await _kill(sandbox, f", and the verifier cannot be isolated from it: {error}")
-    if isolation.sandbox is not None and not await asyncio.to_thread(_fit, sandbox, tests):
+    if isolation.sandbox is not None and not await asyncio.to_thread(_fit_in_memory, sandbox, tests):
         await isolation.sandbox.stop()
-        return None, await _kill(sandbox, ", and the tests are too large to be kept in memory, away from it")
+        return None, await _kill(sandbox, ", and the tests are too large to be kept in memory, isolated from it")
     return isolation.sandbox, _survivors(isolation)
 
 
@@ -108,17 +107,13 @@ async def _kill(sandbox: Sandbox, why: str = "") -> list[Note]:
 
 
 def _survivors(isolation: Isolation) -> list[Note]:
-    notes = [
-        Note("processes", f"left running by the agent while the tests ran: {each.pid}, user {each.uid}: {each.command}")
-        for each in isolation.survivors
-    ]
-    if more := isolation.count - len(isolation.survivors):
-        notes.append(Note("processes", f"left running by the agent while the tests ran: {more} more"))
-    return notes
+    processes = [f"{each.pid}, user {each.uid}: {each.command}" for each in isolation.survivors]
+    if more := isolation.count - len(processes):
+        processes.append(f"{more} more")
+    return [Note("processes", f"left running by the agent while the tests ran: {each}") for each in processes]
 
 
-def _fit(sandbox: Sandbox, tests: Iterable[Path]) -> bool:
-    """Whether the tests may be kept in memory."""
+def _fit_in_memory(sandbox: Sandbox, tests: Iterable[Path]) -> bool:
     left = min(PRIVATE_TESTS, (sandbox.spec.limits.memory or 4 * PRIVATE_TESTS) // 4)
     for directory in tests:
         for path in directory.rglob("*"):
@@ -129,7 +124,7 @@ def _fit(sandbox: Sandbox, tests: Iterable[Path]) -> bool:
 
 
 def _prepared(changed: Iterable[Change]) -> list[Note]:
-    """Notes on what lies where only the verifier should write."""
+    """Notes on files in the verifier's own directories."""
     notes: list[Note] = []
     for change in changed:
         if change.kind == "removed":
@@ -143,14 +138,14 @@ def _prepared(changed: Iterable[Change]) -> list[Note]:
 
 
 async def _probe(sandbox: Sandbox) -> list[Note]:
-    """For a sandbox that cannot list what changed: look at the few places that matter most."""
+    """Notes on the most important files, for a backend that cannot list changes."""
     notes: list[Note] = []
     for path in (f"{VERIFIER_LOGS}/reward.json", f"{VERIFIER_LOGS}/reward.txt", f"{TESTS}/test.sh"):
         if await _look(sandbox, path) == "there":
             kind = "tests" if path.startswith(TESTS) else "reward"
             notes.append(Note(kind, "written before the verifier ran", path, stopped=True))
     if await _look(sandbox, "/etc/ld.so.preload") == "there":
-        notes.append(Note("loader", "libraries named here are loaded into every program", "/etc/ld.so.preload"))
+        notes.append(Note("loader", "every program loads the libraries named here", "/etc/ld.so.preload"))
     return notes
 
 
@@ -163,13 +158,13 @@ async def _undo(sandbox: Sandbox, suspicions: list[Suspicion], pristine: Pristin
         async with pristine() as clean:
             for path in replaced:
                 await sandbox.remove(path)
-                place = PurePosixPath(path)
-                await sandbox.put_tar(_named(clean.get_tar(path), place.name), str(place.parent))
+                parent, name = posixpath.split(path)
+                await sandbox.put_tar(_renamed(clean.get_tar(path), name), parent)
     return [Note(each.kind, each.detail, each.path, stopped=each.action != "note") for each in suspicions]
 
 
-async def _named(stream: AsyncIterator[bytes], name: str) -> AsyncIterator[bytes]:
-    """The archive of one file or link, under its name."""
+async def _renamed(stream: AsyncIterator[bytes], name: str) -> AsyncIterator[bytes]:
+    """The archive of one file or link, with `name` as its name."""
     whole = b"".join([chunk async for chunk in stream])
     out = io.BytesIO()
     with tarfile.open(fileobj=io.BytesIO(whole)) as old, tarfile.open(fileobj=out, mode="w") as new:
@@ -189,9 +184,8 @@ async def _reset(sandbox: Sandbox) -> None:
                 raise
             await make_folders(sandbox, folders, clear=(TESTS, LOGS))
     except SandboxError as error:
-        raise VerifierError(
-            f"{TESTS} and {VERIFIER_LOGS} could not be emptied: {error}", code="reset", blame="agent"
-        ) from error
+        message = f"cannot empty {TESTS} and {VERIFIER_LOGS}: {error}"
+        raise VerifierError(message, code="reset", blame="agent") from error
 
 
 async def _make_workdir(sandbox: Sandbox, workdir: str) -> None:
@@ -200,7 +194,7 @@ async def _make_workdir(sandbox: Sandbox, workdir: str) -> None:
 
 
 async def _look(sandbox: Sandbox, path: str) -> Literal["there", "missing", "unknown"]:
-    """Whether a path has anything; a link on the way to it is not followed."""
+    """Whether a path exists. Links are not followed."""
     try:
         await sandbox.read_file(path, max_bytes=1)
     except FileNotFoundError:

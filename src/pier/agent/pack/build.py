@@ -1,9 +1,9 @@
-"""Builds packs from npm and PyPI, with the machine's `npm` and `pip` and the registries that these are set to.
+"""Builds packs from npm and PyPI with this machine's `npm` and `pip` and their configured registries.
 
-npm: a `program` in the spec names the one native file of the package that is the whole agent; without it the package
-and what it depends on go in, with their own node. PyPI: a copy of a Python of this machine with its standard library,
-and the package. Python finds its library from where its program stands, so the copy needs no variables. Byte code is
-compiled once with hashes that are never checked: a read-only pack would compile it at every start.
+npm: if the spec names a `program`, the pack holds that one native file; else the package, its dependencies and node.
+PyPI: a copy of one of this machine's Pythons with its standard library, and the package. Python locates its library
+relative to its program, so the copy needs no variables. Byte code is compiled once, with hashes that are never checked:
+Python could not cache it in a read-only pack and would compile it at every start.
 """
 
 from __future__ import annotations
@@ -24,73 +24,57 @@ from pier.errors import AgentError
 NODE_VERSION = "22.23.3"
 
 
-def architecture() -> str:
-    """This machine's processor in npm's words."""
-    return {"aarch64": "arm64"}.get(platform.machine(), "x64")
+ARCHITECTURE = {"aarch64": "arm64"}.get(platform.machine(), "x64")
+"""This machine's processor by npm's name."""
 
 
 def named(template: str) -> str:
     """A package or path with this machine's architecture filled in."""
-    return template.replace("{arch}", architecture())
+    return template.replace("{arch}", ARCHITECTURE)
 
 
-def build_from_npm(spec: PackSpec, root: Path, scratch: Path) -> None:
-    """Put the package below `root`."""
+def pack_error(message: str, hint: str | None = None) -> AgentError:
+    """The error for a pack that cannot be built on this machine."""
+    return AgentError(message, code="pack", blame="infra", hint=hint)
+
+
+def _build_from_npm(spec: PackSpec, root: Path, scratch: Path) -> None:
     modules = _install(f"{named(spec.package)}@{spec.version}", scratch / "agent")
-    if spec.program:
-        program = _native(spec, modules)
-        (root / "bin").mkdir()
-        (scratch / "agent" / program).rename(root / "bin" / spec.program.rpartition("/")[2])
-        (root / "bin" / spec.program.rpartition("/")[2]).chmod(0o755)
-        return
-    modules.rename(root / "node_modules")
-    node = _install(f"node-linux-{architecture()}@{NODE_VERSION}", scratch / "node")
     (root / "bin").mkdir()
-    (node / f"node-linux-{architecture()}" / "bin" / "node").rename(root / "bin" / "node")
-
-
-def _native(spec: PackSpec, modules: Path) -> Path:
-    pattern = named(spec.program)
-    found = sorted(modules.parent.glob(f"node_modules/{pattern}"))
-    if not found:
-        raise AgentError(
-            f"{spec.package}@{spec.version} has no program {pattern} for this machine",
-            code="pack",
-            blame="infra",
-            hint=f"pier agent pack with another version of {spec.package}",
+    if not spec.program:
+        modules.rename(root / "node_modules")
+        node = _install(f"node-linux-{ARCHITECTURE}@{NODE_VERSION}", scratch / "node")
+        (node / f"node-linux-{ARCHITECTURE}" / "bin" / "node").rename(root / "bin" / "node")
+        return
+    programs = sorted(modules.glob(named(spec.program)))
+    if not programs:
+        raise pack_error(
+            f"{spec.package}@{spec.version} has no program {named(spec.program)} for this machine",
+            f"pier agent pack with another version of {spec.package}",
         )
-    return found[0]
+    program = programs[0].rename(root / "bin" / spec.program.rpartition("/")[2])
+    program.chmod(0o755)
 
 
-def _install(what: str, directory: Path) -> Path:
-    shutil.rmtree(directory, ignore_errors=True)
+def _install(package: str, directory: Path) -> Path:
     directory.mkdir(parents=True)
     (directory / "package.json").write_text(json.dumps({"name": "pack", "private": True}))
     quiet = ["--no-audit", "--no-fund", "--no-save", "--no-package-lock", "--engine-strict=false", "--loglevel=error"]
-    run_tool(["npm", "install", "--ignore-scripts", "--omit=dev", *quiet, what], cwd=directory)
+    _run_tool(["npm", "install", "--ignore-scripts", "--omit=dev", *quiet, package], cwd=directory)
     return directory / "node_modules"
 
 
-def run_tool(command: list[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
-    """Run a package tool and give its output; a failure shows the end of that."""
+def _run_tool(command: list[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
+    """Run a package tool and return its output. The error shows the end of it."""
     try:
-        done = subprocess.run(
-            command,
-            cwd=cwd,
-            env={**os.environ, **(env or {})},
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-        )
+        environ = {**os.environ, **(env or {})}
+        done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     except FileNotFoundError as error:
-        raise AgentError(
-            f"{command[0]} is needed to build this pack", code="pack", blame="infra", hint=f"install {command[0]}"
-        ) from error
+        raise pack_error(f"{command[0]} is needed to build this pack", f"install {command[0]}") from error
     if done.returncode != 0:
         tail = (done.stderr or done.stdout).strip()[-2000:]
-        raise AgentError(
-            f"{' '.join(command[:3])} failed:\n{tail}", code="pack", blame="infra", retryable=True, hint="try again"
-        )
+        message = f"{' '.join(command[:3])} failed:\n{tail}"
+        raise AgentError(message, code="pack", blame="infra", retryable=True, hint="try again")
     return done.stdout
 
 
@@ -112,17 +96,16 @@ class Python:
 
 
 def newest(spec: PackSpec) -> str:
-    """The newest version that the registry has; of PyPI, for the Python that the pack would get."""
+    """The newest version in the registry; from PyPI, the newest for the pack's Python."""
     if spec.source == "npm":
-        return run_tool(["npm", "view", "--json", named(spec.package), "version"]).strip().strip('"')
+        return _run_tool(["npm", "view", "--json", named(spec.package), "version"]).strip().strip('"')
     python = find_python(spec.pythons)
     pip = [str(python.program), "-m", "pip", "install"]
-    report = run_tool([*pip, "--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--report", "-", spec.package])
+    report = _run_tool([*pip, "--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--report", "-", spec.package])
     return json.loads(report)["install"][0]["metadata"]["version"]
 
 
-def build_from_pypi(spec: PackSpec, root: Path, scratch: Path) -> None:
-    """Put Python and the package below `root`."""
+def _build_from_pypi(spec: PackSpec, root: Path, scratch: Path) -> None:
     python = find_python(spec.pythons)
     home = root / "python"
     library = home / "lib" / f"python{python.minor}"
@@ -135,31 +118,22 @@ def build_from_pypi(spec: PackSpec, root: Path, scratch: Path) -> None:
         shutil.copyfile(shared.resolve(), root / "lib" / shared.name)
     packages = library / "site-packages"
     pip = [str(python.program), "-m", "pip", "install", "--quiet", "--no-compile", "--no-warn-script-location"]
-    what = [f"{spec.package}=={spec.version}", *spec.extras]
-    run_tool([*pip, "--prefer-binary", "--target", str(packages), *what], env={"TMPDIR": str(scratch)})
+    pinned = [f"{spec.package}=={spec.version}", *spec.extras]
+    _run_tool([*pip, "--prefer-binary", "--target", str(packages), *pinned], env={"TMPDIR": str(scratch)})
     shutil.rmtree(packages / "bin", ignore_errors=True)
-    _compile(python, library, root)
-
-
-def _compile(python: Python, library: Path, root: Path) -> None:
-    """Files that do not compile (templates, other versions' syntax) are expected, so failures are not reported."""
+    # Some files are not meant to compile (templates, syntax of other versions), so failures are ignored.
     command = [str(python.program), "-m", "compileall", "-qq", "-j", "2", "--invalidation-mode", "unchecked-hash"]
     subprocess.run([*command, "-s", str(root), "-p", PACK_PATH, str(library)], capture_output=True)
 
 
 def find_python(minors: tuple[str, ...]) -> Python:
-    """The first Python of this machine whose version is one of `minors`, in that order."""
+    """The first Python of this machine with one of the versions `minors`, in order of preference."""
     for minor in minors:
         for candidate in _candidates(minor):
-            found = _probe(candidate)
-            if found is not None and found.minor == minor:
-                return found
-    raise AgentError(
-        f"no Python {' or '.join(minors)} with pip is on this machine",
-        code="pack",
-        blame="infra",
-        hint=f"install python{minors[0]}",
-    )
+            python = _probe(candidate)
+            if python is not None and python.minor == minor:
+                return python
+    raise pack_error(f"no Python {' or '.join(minors)} with pip on this machine", f"install python{minors[0]}")
 
 
 def _candidates(minor: str) -> Iterator[Path]:
@@ -176,16 +150,13 @@ def _candidates(minor: str) -> Iterator[Path]:
 def _probe(program: Path) -> Python | None:
     if not program.is_file():
         return None
-    found = subprocess.run([str(program), "-I", "-c", _PROBE], capture_output=True, text=True)
-    if (
-        found.returncode != 0
-        or subprocess.run([str(program), "-m", "pip", "--version"], capture_output=True).returncode
-    ):
+    done = subprocess.run([str(program), "-I", "-c", _PROBE], capture_output=True, text=True)
+    if done.returncode or subprocess.run([str(program), "-m", "pip", "--version"], capture_output=True).returncode:
         return None
-    executable, prefix, library, minor = json.loads(found.stdout)
+    executable, prefix, library, minor = json.loads(done.stdout)
     return Python(Path(executable), Path(prefix), Path(library), minor)
 
 
 def build(spec: PackSpec, root: Path, scratch: Path) -> None:
     """Put the package of `spec` below `root`."""
-    (build_from_npm if spec.source == "npm" else build_from_pypi)(spec, root, scratch)
+    (_build_from_npm if spec.source == "npm" else _build_from_pypi)(spec, root, scratch)

@@ -1,9 +1,9 @@
-"""The parts that programs of a pack need in any image: a loader that looks only into the pack, libraries, a shell, CAs.
+"""The runtime of a pack's programs in any image: a loader that searches the pack alone, libraries, a shell and CAs.
 
-The loader is this machine's own, with its built-in search path replaced by the pack's `lib` (same length, so nothing
-moves) and its cache and preload files pointed at nothing. Everything is copied from the machine that builds the
-pack, once, and nothing is ever taken from the image that the pack is mounted into. Programs that carry a payload behind
-their code (single-file builds of node and bun agents) break when bytes move, so no file's length or layout changes.
+All of it is copied from the machine that builds the pack; programs use nothing of the image that the pack is mounted
+into. The loader is this machine's, with the pack's `lib` as its built-in search path and without cache and preload
+files. Files are patched in place, at the same length: programs with a payload behind their code (single-file builds of
+node and bun) break when bytes move.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pier.agent.contract import PACK_PATH
-from pier.errors import AgentError
+from pier.agent.pack.build import pack_error
 
 _PT_LOAD, _PT_DYNAMIC, _PT_INTERP = 1, 2, 3
 _DT_NEEDED, _DT_STRTAB = 1, 5
@@ -28,14 +28,14 @@ _DT_NEEDED, _DT_STRTAB = 1, 5
 
 @dataclass(frozen=True, slots=True)
 class Elf:
-    """The needs of a dynamic program or library. A static one has neither `loader` nor `needed`."""
+    """The loader and libraries of a dynamic program or library; a static one has none."""
 
     loader: str | None = None
     loader_at: tuple[int, int] = (0, 0)
-    """Where the loader's path stands in the file: offset and length, the closing zero included."""
+    """Offset and length of the loader's path in the file, with its terminating zero."""
     needed: tuple[str, ...] = ()
     machine: int = 0
-    """The processor it is for, as ELF numbers them."""
+    """ELF's number of the processor."""
 
 
 def read_elf(path: Path) -> Elf | None:
@@ -81,14 +81,14 @@ def _needed(file: BinaryIO, entries: list[tuple[int, int]], segments: list[tuple
 
 
 def set_loader(path: Path, loader: str) -> None:
-    """Name another loader in a dynamic program, in place. The new path must not be longer than the old one."""
+    """Replace the loader of a dynamic program in place. The new path must not be longer than the old one."""
     elf = read_elf(path)
     if elf is None or elf.loader is None or elf.loader == loader:
         return
     offset, length = elf.loader_at
     new = loader.encode()
     if len(new) >= length:
-        raise AgentError(f"{path.name}: no room for the loader path {loader!r}", code="pack", blame="infra")
+        raise pack_error(f"{path.name}: no room for the loader path {loader!r}")
     with path.open("r+b") as file:
         file.seek(offset)
         file.write(new.ljust(length, b"\0"))
@@ -108,27 +108,26 @@ CA_BUNDLES = (
 )
 LOCALES = "/usr/lib/locale"
 ALWAYS = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libresolv.so.2", "libutil.so.1")
-"""Libraries that programs open by name at run time, so that no header names them."""
+"""Libraries that programs open at run time without naming them in their headers."""
 NAME_SERVICE = ("libnss_files.so.2", "libnss_dns.so.2")
 TOOLS = ("bash", "ps")
-"""Programs that some agents cannot do without; found last on PATH, so an image's own go first."""
+"""Programs that some agents require. They are last on PATH, so an image's own take precedence."""
 
 _NOT_PROGRAMS = frozenset({".py", ".pyc", ".pyi", ".js", ".mjs", ".cjs", ".ts", ".map", ".json", ".md", ".txt"})
 
 
 def complete(root: Path) -> None:
-    """Make the programs below `root` run from the pack's mount: loader, libraries, tools and CA bundle."""
+    """Add the loader, libraries, tools and CA bundle that the programs below `root` need to run from the mount."""
     _add_tools(root)
-    _add_certificates(root)
-    found = list(_programs(root))
+    if bundle := next((path for path in CA_BUNDLES if Path(path).is_file()), None):
+        shutil.copyfile(bundle, root / "ca.pem")
+    programs = list(_programs(root))
     _add_loader(root / "ld.so")
-    machine = _machine_libraries()
-    wanted = {*ALWAYS, *NAME_SERVICE, *(name for _, elf in found for name in elf.needed)}
     (root / "lib").mkdir(exist_ok=True)
-    _add_libraries(root / "lib", wanted, machine)
+    _add_libraries(root / "lib", {*ALWAYS, *NAME_SERVICE, *(name for _, elf in programs for name in elf.needed)})
     _add_locale(root)
-    for path, elf in found:
-        path.chmod(0o755)  # some packages forget to mark the programs that they bring
+    for path, elf in programs:
+        path.chmod(0o755)  # some packages ship programs without the executable bit
         if elf.loader == MACHINE_LOADER:
             set_loader(path, LOADER)
 
@@ -136,37 +135,24 @@ def complete(root: Path) -> None:
 def _add_loader(target: Path) -> None:
     source = Path(MACHINE_LOADER)
     if not source.exists():
-        raise AgentError(
-            f"this machine has no {source}", code="pack", blame="infra", hint="build the pack on a glibc Linux"
-        )
+        raise pack_error(f"this machine has no {source}", "build the pack on a glibc Linux")
     data = source.read_bytes()
-    found = False
-    for directory in re.findall(rb"\0((?:/usr)?/lib/[a-z0-9_]+-linux-gnu/)\0", data):
-        room = len(directory) - len(LIBRARIES) - 1
-        if room >= 0:
-            data = data.replace(b"\0" + directory + b"\0", b"\0" + _padded(len(directory)) + b"\0")
-            found = True
-    if not found:
-        raise AgentError(
-            "the loader of this machine has no search path that a pack could use",
-            code="pack",
-            blame="infra",
-            hint="build the pack on Debian or Ubuntu",
-        )
-    data = data.replace(b"/etc/ld.so.cache\0", b"/dev/null/.cache\0").replace(
-        b"/etc/ld.so.preload\0", b"/dev/null/.preload\0"
-    )
-    target.write_bytes(data)
+    directories = re.findall(rb"\0((?:/usr)?/lib/[a-z0-9_]+-linux-gnu/)\0", data)
+    directories = [directory for directory in directories if len(directory) > len(LIBRARIES)]
+    if not directories:
+        message = "this machine's loader has no search path that is long enough to be replaced"
+        raise pack_error(message, "build the pack on Debian or Ubuntu")
+    for directory in directories:
+        padded = f"{PACK_PATH}{'/' * (len(directory) - len(LIBRARIES))}lib/".encode()
+        data = data.replace(b"\0" + directory + b"\0", b"\0" + padded + b"\0")
+    data = data.replace(b"/etc/ld.so.cache\0", b"/dev/null/.cache\0")
+    target.write_bytes(data.replace(b"/etc/ld.so.preload\0", b"/dev/null/.preload\0"))
     target.chmod(0o755)
 
 
-def _padded(length: int) -> bytes:
-    """The pack's library directory written with as many slashes as make it `length` bytes long."""
-    return (PACK_PATH + "/" * (length - len(LIBRARIES)) + "lib/").encode()
-
-
-def _add_libraries(library: Path, names: Iterable[str], machine: dict[str, Path]) -> None:
-    todo, done = list(names), set()
+def _add_libraries(library: Path, names: Iterable[str]) -> None:
+    """Copy this machine's libraries `names` and those that they need."""
+    machine, todo, done = _machine_libraries(), list(names), set[str]()
     while todo:
         name = todo.pop()
         if name in done or name.startswith(("ld-linux", "linux-vdso")):
@@ -183,7 +169,7 @@ def _add_libraries(library: Path, names: Iterable[str], machine: dict[str, Path]
 
 
 def _add_locale(root: Path) -> None:
-    """Bring the locale C.UTF-8, which images without glibc lack; its programs would warn into every output."""
+    """Copy the locale C.UTF-8. Without it, as in images without glibc, programs print warnings."""
     source, libc = Path(LOCALES) / "C.utf8", root / "lib" / "libc.so.6"
     if not source.is_dir() or not libc.exists() or len(LOCALES) < len(PACK_PATH):
         return
@@ -193,12 +179,12 @@ def _add_locale(root: Path) -> None:
 
 
 def _machine_libraries() -> dict[str, Path]:
-    """Every library that this machine's loader knows, by name."""
+    """This machine's libraries by name."""
     ldconfig = shutil.which("ldconfig") or "/sbin/ldconfig"
     try:
         listed = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise AgentError(f"cannot list this machine's libraries: {error}", code="pack", blame="infra") from error
+        raise pack_error(f"cannot list this machine's libraries: {error}") from error
     found: dict[str, Path] = {}
     for line in listed.splitlines():
         match = re.match(r"\s+(\S+) \(libc6,(?:x86-64|AArch64)[^)]*\) => (\S+)", line)
@@ -208,7 +194,6 @@ def _machine_libraries() -> dict[str, Path]:
 
 
 def _add_tools(root: Path) -> None:
-    """Copy a shell and `ps`, for images without them."""
     tools = root / "tools"
     tools.mkdir(exist_ok=True)
     for name in TOOLS:
@@ -218,18 +203,10 @@ def _add_tools(root: Path) -> None:
             (tools / name).chmod(0o755)
 
 
-def _add_certificates(root: Path) -> None:
-    source = next((path for path in CA_BUNDLES if Path(path).is_file()), None)
-    if source:
-        shutil.copyfile(source, root / "ca.pem")
-
-
 def _programs(root: Path) -> Iterator[tuple[Path, Elf]]:
-    """Programs and libraries for this processor below `root`; files that are plainly something else are not opened."""
+    """Programs and libraries for this processor below `root`."""
     for path in root.rglob("*"):
-        if path.is_symlink() or not path.is_file():
-            continue
-        if path.suffix in _NOT_PROGRAMS:
+        if path.is_symlink() or not path.is_file() or path.suffix in _NOT_PROGRAMS:
             continue
         elf = read_elf(path)
         if elf is not None and elf.machine == MACHINE_CODE:

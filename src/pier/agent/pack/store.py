@@ -1,10 +1,10 @@
-"""The store of packs: each is built once under a lock, named by what is in it, and shared by every trial.
+"""The store of packs: each is built once under a lock, named by its content, and shared by all trials.
 
-    <packs>/refs/<package>@<version>-<recipe>.json    what was asked for, and the digest that answers it
-    <packs>/trees/<digest>/                           the pack itself; its files are never written again
-    <packs>/build/                                    work in progress; what a dead build left is cleared by the next
+    <packs>/refs/<package>@<version>-<recipe>.json    a spec and the digest of its pack
+    <packs>/trees/<digest>/                           a pack, never changed again
+    <packs>/build/                                    work in progress; the next build clears what a dead one left
 
-`PIER_PACKS` moves the store; else it is in pier's home.
+`PIER_PACKS` sets the directory of the store; the default is in pier's home.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pier.home import packs_home
 from pier.sandbox.contract import Finding
 
 RECIPE = 2
-"""Raised when packs are built differently, so that older ones are built again."""
+"""Version of the build; a new one makes older packs obsolete."""
 
 OnProgress = Callable[[str], None]
 
@@ -51,7 +51,7 @@ class PackStore:
         self.root = root or packs_home()
 
     def find(self, spec: PackSpec) -> Pack | None:
-        """The pack of a pinned spec, if it is built."""
+        """The pack of a spec with a version, if it is built."""
         return self._read(self._reference(replace(spec, package=build.named(spec.package)))) if spec.version else None
 
     def all(self) -> list[Pack]:
@@ -60,7 +60,7 @@ class PackStore:
         return [pack for pack in found if pack is not None]
 
     def remove(self, pack: Pack) -> None:
-        """Forget a pack and delete its tree unless another reference needs it."""
+        """Remove the references to a pack, and its tree unless another reference needs it."""
         for path in (self.root / "refs").glob("*.json"):
             found = self._read(path)
             if found is not None and (found.package, found.version) == (pack.package, pack.version):
@@ -69,12 +69,12 @@ class PackStore:
             shutil.rmtree(pack.path, ignore_errors=True)
 
     def verify(self, pack: Pack) -> bool:
-        """Whether the tree still has the contents that its name says."""
+        """Whether the tree still matches its digest."""
         return digest_tree(pack.path)[0] == pack.digest
 
     async def ensure(self, spec: PackSpec, on_progress: OnProgress | None = None) -> Pack:
-        """The pack of `spec`, built first if it is missing. Several callers wait for one build, which goes on when the
-        one that began it is cancelled."""
+        """The pack of `spec`, built on first use. Concurrent callers wait for one build, which continues if its caller
+        is cancelled."""
         say = on_progress or (lambda _: None)
         spec = replace(spec, package=build.named(spec.package))
         if spec.version in (None, "latest"):
@@ -90,9 +90,9 @@ class PackStore:
             await asyncio.sleep(0.2)
 
     def _build_alone(self, spec: PackSpec, lock: Path, say: OnProgress) -> Pack | None:
-        """None while another process builds it. The thread that builds holds the lock, not the ones that wait."""
-        with locked(lock, wait=False) as mine:
-            return self.find(spec) or (self._build(spec, say) if mine else None)
+        """Build the pack unless another thread or process holds the lock; None if it does."""
+        with locked(lock, wait=False) as is_ours:
+            return self.find(spec) or (self._build(spec, say) if is_ours else None)
 
     def _build(self, spec: PackSpec, say: OnProgress) -> Pack:
         scratch = self.root / "build" / self._reference(spec).stem
@@ -119,25 +119,26 @@ class PackStore:
         return Pack(final, digest, spec.version or "", spec.package, size)
 
     def _reference(self, spec: PackSpec) -> Path:
-        what = json.dumps([RECIPE, platform.machine(), asdict(replace(spec, version=None))], sort_keys=True)
-        recipe = hashlib.sha256(what.encode()).hexdigest()[:8]
+        inputs = json.dumps([RECIPE, platform.machine(), asdict(replace(spec, version=None))], sort_keys=True)
+        recipe = hashlib.sha256(inputs.encode()).hexdigest()[:8]
         name = re.sub(r"[^A-Za-z0-9.]+", "-", spec.package).strip("-")
         return self.root / "refs" / f"{name}@{spec.version}-{recipe}.json"
 
     def _read(self, path: Path) -> Pack | None:
         try:
-            found = json.loads(path.read_text())
-            tree = self.root / "trees" / found["digest"]
-            pack = Pack(tree, found["digest"], found["version"], found["package"], found["bytes"])
+            row = json.loads(path.read_text())
+            tree = self.root / "trees" / row["digest"]
+            pack = Pack(tree, row["digest"], row["version"], row["package"], row["bytes"])
         except (OSError, ValueError, KeyError):
             return None
         return pack if tree.is_dir() else None
 
 
 def resolve(spec: PackSpec) -> PackSpec:
-    """The same spec with a version. Blocks; needs the package index."""
+    """`spec` with the newest version in the registry. Blocks on the network."""
     if spec.source not in ("npm", "pypi"):
-        raise AgentError(f"packs are built from npm or pypi, not from {spec.source!r}", code="pack", blame="user")
+        message = f"invalid source {spec.source!r} of a pack: expected npm or pypi"
+        raise AgentError(message, code="pack", blame="user")
     spec = replace(spec, package=build.named(spec.package))
     return replace(spec, version=build.newest(spec))
 
@@ -148,18 +149,14 @@ async def ensure_pack(spec: PackSpec, on_progress: OnProgress | None = None) -> 
 
 
 def _seal(tree: Path) -> None:
-    """All users may read, none may write a file; directories stay writable for their owner, who may delete them."""
+    """Make files readable for all users and writable for none. The owner can still delete the directories."""
     for path in (tree, *tree.rglob("*")):
-        if path.is_symlink():
-            continue
-        if path.is_dir():
-            path.chmod(0o755)
-        else:
-            path.chmod(0o555 if path.stat().st_mode & 0o111 else 0o444)
+        if not path.is_symlink():
+            path.chmod(0o755 if path.is_dir() else 0o555 if path.stat().st_mode & 0o111 else 0o444)
 
 
 def digest_tree(tree: Path) -> tuple[str, int]:
-    """A digest over names, links, execute bits and contents, and how many bytes the files have."""
+    """A digest over names, links, execute bits and contents, and the total size of the files."""
     total, size = hashlib.sha256(), 0
     for path in _files(tree):
         name = path.relative_to(tree).as_posix()
@@ -183,35 +180,35 @@ def _files(tree: Path) -> Iterator[Path]:
 
 
 def check_packs() -> list[Finding]:
-    """One finding for each thing that building or using packs depends on."""
-    npm = shutil.which("npm")
-    loader = Path(runtime.MACHINE_LOADER).exists()
-    certificates = next((path for path in runtime.CA_BUNDLES if Path(path).is_file()), None)
+    """Check the requirements of building and using packs, and that built packs are unchanged."""
+    npm = shutil.which("npm") or ""
+    loader = runtime.MACHINE_LOADER if Path(runtime.MACHINE_LOADER).exists() else ""
+    bundle = next((path for path in runtime.CA_BUNDLES if Path(path).is_file()), "")
     store = PackStore()
-    place = next(path for path in (store.root, *store.root.parents) if path.exists())
-    free = shutil.disk_usage(place).free
-    return [
-        _finding("npm", npm is not None, npm or "missing; needed to build packs from npm", "install npm"),
+    existing = next(path for path in (store.root, *store.root.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    findings = [
+        Finding("npm", bool(npm), npm or "missing; needed to build packs from npm", "install npm"),
         _python(),
-        _finding(
+        Finding(
             "loader",
-            loader,
-            runtime.MACHINE_LOADER if loader else "this machine has no glibc loader",
+            bool(loader),
+            loader or "this machine has no glibc loader",
             "build packs on Debian or Ubuntu and set PIER_PACKS",
         ),
-        _finding("certificates", certificates is not None, certificates or "no CA bundle", "install ca-certificates"),
-        _finding(
+        Finding("certificates", bool(bundle), bundle or "no CA bundle", "install ca-certificates"),
+        Finding(
             "store",
-            free > 2_000_000_000 and os.access(place, os.W_OK),
+            free > 2_000_000_000 and os.access(existing, os.W_OK),
             f"{store.root}, {free // 1_000_000_000} GB free",
             "set PIER_PACKS",
         ),
-        *(_intact(store, pack) for pack in store.all()),
     ]
-
-
-def _finding(subject: str, ok: bool, detail: str, fix: str) -> Finding:
-    return Finding(subject, ok, detail, "" if ok else fix)
+    for pack in store.all():
+        whole = store.verify(pack)
+        detail = f"{pack.version} {'is intact' if whole else 'has changed since it was built'}"
+        findings.append(Finding(pack.package, whole, detail, "pier agent rm, then pier agent pack"))
+    return [replace(finding, fix="") if finding.ok else finding for finding in findings]
 
 
 def _python() -> Finding:
@@ -220,9 +217,3 @@ def _python() -> Finding:
     except AgentError as error:
         return Finding("python", False, error.message, error.hint or "")
     return Finding("python", True, f"{python.minor} at {python.program}")
-
-
-def _intact(store: PackStore, pack: Pack) -> Finding:
-    whole = store.verify(pack)
-    detail = f"{pack.version} {'is whole' if whole else 'has changed since it was built'}"
-    return _finding(pack.package, whole, detail, "pier agent rm, then pier agent pack")
