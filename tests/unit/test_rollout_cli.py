@@ -85,5 +85,5 @@ def test_samples_of_rollouts_that_are_done_are_not_left_out_silently(
     assert run(tmp_path, "-n", "2", *flags) == 0
     assert run(tmp_path, "-n", "3", *flags) == 2
     said = capsys.readouterr().err
-    assert "2 rollouts of" in said and "their samples are not there" in said
+    assert "2 rollouts in" in said and "their samples were not kept" in said
     assert run(tmp_path, "-n", "3", "-o", str(tmp_path / "out")) == 0
