@@ -48,12 +48,9 @@ class PierError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
-        if code is not None:
-            self.code = code
-        if blame is not None:
-            self.blame = blame
-        if retryable is not None:
-            self.retryable = retryable
+        self.code = code or self.code
+        self.blame = blame or self.blame
+        self.retryable = self.retryable if retryable is None else retryable
 
     def __str__(self) -> str:
         return self.message

@@ -101,29 +101,23 @@ async def sweep(destroyers: Mapping[str, Destroy], *, root: Path | None = None, 
     for directory, fd in _dead_owners(root or pier_home() / "leases"):
         try:
             for held in _read(directory):
-                await _destroy(held, destroyers, swept, dry_run)
+                if is_kept(held):
+                    continue
+                if held.kind not in destroyers:
+                    swept.failed.append((held, f"no available backend can remove a {held.kind}"))
+                    continue
+                try:
+                    if not dry_run:
+                        await destroyers[held.kind](held)
+                        held.path.unlink(missing_ok=True)
+                    swept.removed.append(held)
+                except Exception as error:  # noqa: BLE001 - a failure must not stop the sweep
+                    swept.failed.append((held, str(error) or type(error).__name__))
             if not dry_run and not any(_read(directory)):
                 shutil.rmtree(directory, ignore_errors=True)
         finally:
             os.close(fd)
     return swept
-
-
-async def _destroy(held: Held, destroyers: Mapping[str, Destroy], swept: Swept, dry_run: bool) -> None:
-    destroy = destroyers.get(held.kind)
-    if is_kept(held):
-        return
-    if destroy is None:
-        swept.failed.append((held, f"no available backend can remove a {held.kind}"))
-        return
-    if not dry_run:
-        try:
-            await destroy(held)
-        except Exception as error:  # noqa: BLE001 - a failure must not stop the sweep
-            swept.failed.append((held, str(error) or type(error).__name__))
-            return
-        held.path.unlink(missing_ok=True)
-    swept.removed.append(held)
 
 
 def is_kept(held: Held) -> bool:

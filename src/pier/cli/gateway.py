@@ -52,17 +52,7 @@ def serve(**options: Any) -> None:
 
 
 async def _serve(
-    *,
-    model: str | None,
-    upstream: str | None,
-    host: str,
-    port: int,
-    unix: Path | None,
-    recording: Path | None,
-    tokens: bool,
-    closed_book: bool,
-    metrics: str | None,
-    **limits: Any,
+    model: str | None, host: str, port: int, unix: Path | None, metrics: str | None, **limits: Any
 ) -> None:
     import asyncio
     import signal
@@ -72,20 +62,14 @@ async def _serve(
     from pier.gateway import Budget, Gateway
     from pier.gateway.metrics import metrics_served
 
+    settings = {name: limits.pop(name) for name in ("upstream", "recording", "tokens", "closed_book")}
     async with Gateway() as running, AsyncExitStack() as stack:
         try:
-            session = running.session(
-                model,
-                upstream=upstream,
-                budget=Budget(**limits),
-                recording=recording,
-                tokens=tokens,
-                closed_book=closed_book,
-                labels={"by": "pier gateway serve"},
-            )
+            session = running.session(model, **settings, budget=Budget(**limits), labels={"by": "pier gateway serve"})
         except OSError as error:
             hint = "-o PATH in a directory that you may write to"
-            raise UsageError(f"{recording} cannot be written: {error.strerror}", hint=hint, code="recording") from None
+            message = f"{settings['recording']} cannot be written: {error.strerror}"
+            raise UsageError(message, hint=hint, code="recording") from None
         url = await _opened(f"{host}:{port}", "--port 0 takes a free one", running.serve(host, port))
         if unix:
             await _opened(str(unix), "--unix PATH in a directory that you may write to", running.serve_unix(unix))

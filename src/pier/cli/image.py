@@ -102,12 +102,12 @@ def pull(name: str, quiet: bool, env: str, as_json: bool) -> None:
 def build(
     context: Path,
     dockerfile: Path | None,
-    tag: str | None,
     build_args: tuple[str, ...],
-    target: str | None,
     network: Literal["public", "none"],
     quiet: bool,
     as_json: bool,
+    tag: str | None,
+    target: str | None,
 ) -> None:
     """Build an image from a Dockerfile, without a daemon."""
     from pier.image.build import build_image

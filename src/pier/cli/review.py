@@ -16,13 +16,26 @@ from pier.cli.main import JSON, echo
 from pier.cli.options import COUNT, PATH
 from pier.cli.run import COMMON, JOBS_DIR, JobPath, SettingOption, SettingsCommand, given_settings, grouped_option
 from pier.errors import UsageError
+from pier.files import write_json
+from pier.job.load import environ_with, read_job
+from pier.review.causes import group_causes
+from pier.review.read import CritiqueRun, compare_runs, list_runs, read_run
+from pier.review.rubric import CRITIQUE_RUBRICS, copy_files, load_prompt, load_rubric
+from pier.review.show import (
+    agreement_lines,
+    analysis_lines,
+    cause_lines,
+    check_lines,
+    critique_lines,
+    has_failures,
+    runs_lines,
+)
+from pier.review.source import Source, SourceTrial, TrialFilter, open_source
 
 if TYPE_CHECKING:
     from pier.job.config import JobConfig
     from pier.review.analyze import AnalysisRequest
-    from pier.review.read import CritiqueRun
     from pier.review.run import ReviewOptions
-    from pier.review.source import Source, SourceTrial
 
 _FILE = click.Path(dir_okay=False)
 _NOT_TAKEN = ("datasets.", "tasks.", "metrics.", "verifier.", "job_name", "jobs_dir", "strict", "keep_state")
@@ -91,7 +104,6 @@ _RUBRIC_HELP = "A TOML, YAML or JSON file, or the name of a built-in rubric; rep
 
 
 def _options_of(flags: dict[str, Any]) -> ReviewOptions:
-    from pier.job.load import environ_with, read_job
     from pier.review.run import ReviewOptions
 
     env = environ_with(flags["env_file"])
@@ -106,8 +118,6 @@ def _options_of(flags: dict[str, Any]) -> ReviewOptions:
 
 def _report(show: str, value: Any, lines: Iterable[str], output: str | None = None) -> None:
     """Print a result as JSON, as lines for people, or not at all, and write it to `output` if given."""
-    from pier.files import write_json
-
     if output:
         write_json(Path(output), value)
     if show == "json":
@@ -117,8 +127,6 @@ def _report(show: str, value: Any, lines: Iterable[str], output: str | None = No
 
 
 def _selected(path: Path, flags: dict[str, Any]) -> tuple[Source, list[SourceTrial]]:
-    from pier.review.source import TrialFilter, open_source
-
     if flags["passing"] and flags["failing"]:
         raise UsageError("cannot combine --passing with --failing")
     passing = True if flags["passing"] else False if flags["failing"] else None
@@ -157,10 +165,7 @@ def critique_run(path: Path, prompt: str | None, rubrics: tuple[str, ...], **fla
       pier critique run jobs/NAME --rubric reward-hacking --only passed --max-cost 0.20
     """
     from pier.review.publish import publish_critiques, refuse_foreign_run
-    from pier.review.read import compare_runs, read_run
-    from pier.review.rubric import CRITIQUE_RUBRICS, load_prompt, load_rubric
     from pier.review.run import GOOD_MODEL, run_review
-    from pier.review.show import agreement_lines, runs_lines
 
     source, trials = _selected(path, flags)
     options = _options_of(flags)
@@ -192,10 +197,6 @@ def _run_row(run: CritiqueRun) -> dict[str, Any]:
 @JSON
 def critique_list(path: Path, as_json: bool) -> None:
     """List the critique runs of a job."""
-    from pier.review.read import list_runs
-    from pier.review.show import runs_lines
-    from pier.review.source import open_source
-
     runs = list_runs(open_source(path).root)
     lines = runs_lines(runs) or [f"no critique runs; start one: pier critique run {path}"]
     echo([_run_row(run) for run in runs], as_json, lines)
@@ -210,10 +211,6 @@ def critique_list(path: Path, as_json: bool) -> None:
 @JSON
 def critique_show(path: Path, runs: tuple[str, ...], names: tuple[str, ...], rating: str | None, as_json: bool) -> None:
     """Show critiques in full, with the evidence of each finding."""
-    from pier.review.read import list_runs
-    from pier.review.show import critique_lines
-    from pier.review.source import open_source
-
     source = open_source(path)
     names = names or (tuple(trial.name for trial in source.trials) if source.single else ())
     found = [
@@ -235,10 +232,6 @@ def critique_show(path: Path, runs: tuple[str, ...], names: tuple[str, ...], rat
 @JSON
 def critique_compare(path: Path, names: tuple[str, ...], as_json: bool) -> None:
     """Compare critique runs of a job, by default all: the agreement of critics, and the trials on which they differ."""
-    from pier.review.read import compare_runs, list_runs
-    from pier.review.show import agreement_lines, runs_lines
-    from pier.review.source import open_source
-
     known = {run.name: run for run in list_runs(open_source(path).root)}
     if unknown := [name for name in names if name not in known]:
         raise UsageError(f"unknown critique run {unknown[0]!r}", hint=f"pier critique list {path}")
@@ -253,8 +246,6 @@ def critique_compare(path: Path, names: tuple[str, ...], as_json: bool) -> None:
 @click.argument("directory", type=PATH)
 def critique_copy(directory: Path) -> None:
     """Copy the built-in prompts and rubrics to DIRECTORY for editing."""
-    from pier.review.rubric import copy_files
-
     for path in copy_files(directory):
         click.echo(path)
 
@@ -284,9 +275,6 @@ def analyze(
       pier analyze jobs/NAME -m anthropic/claude-haiku-4-5 --failing
     """
     from pier.review.analyze import AnalysisRequest
-    from pier.review.causes import group_causes
-    from pier.review.rubric import load_prompt, load_rubric
-    from pier.review.show import cause_lines
 
     source, trials = _selected(path, flags)
     options, output = _options_of(flags), flags["output"]
@@ -302,7 +290,6 @@ def analyze(
 
 def _run_analysis(request: AnalysisRequest, options: ReviewOptions, output: str | None) -> None:
     from pier.review.analyze import analyze
-    from pier.review.show import analysis_lines
 
     found = analyze(request, options)
     value = found.job or {"job_summary": "", "trials": list(found.analyses), "causes": []}
@@ -322,8 +309,6 @@ def _run_analysis(request: AnalysisRequest, options: ReviewOptions, output: str 
 def summarize(path: Path, every: bool, prompt: str | None, job_prompt: str | None, **flags: Any) -> None:
     """Summarize the failures of a workspace or a job briefly, with a small model."""
     from pier.review.analyze import AnalysisRequest
-    from pier.review.rubric import load_prompt, load_rubric
-    from pier.review.source import TrialFilter, open_source
 
     source, options = open_source(path), _options_of(flags)
     trials = TrialFilter(passing=None if every else False).apply(source.trials)
@@ -358,8 +343,6 @@ def check(sources: tuple[str, ...], no_model: bool, run: bool, place: Path, **fl
     """Check the quality of tasks: static checks, runs of the oracle and of doing nothing (--run), and a review by a
     model against a rubric. The results are combined in one report."""
     from pier.review.analyze import check_tasks_by_rubric
-    from pier.review.rubric import load_prompt, load_rubric
-    from pier.review.show import check_lines, has_failures
     from pier.task.sources import find_tasks
 
     paths = [origin.path for source in sources for origin in find_tasks(source, warn=lambda _: None)]

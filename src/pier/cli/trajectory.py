@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from pier.cli.main import JSON, echo
 from pier.cli.options import EXISTING, PATH
 from pier.errors import UsageError
-
-if TYPE_CHECKING:
-    from pier.trajectory.model import Trajectory
+from pier.trajectory.model import Trajectory, dump, find, read
+from pier.trajectory.show import lines as step_lines
+from pier.trajectory.show import stats as count
 
 PLACE = click.argument("places", nargs=-1, required=True, type=EXISTING)
 
@@ -31,7 +31,6 @@ def trajectory() -> None:
 @click.pass_context
 def validate(ctx: click.Context, places: tuple[Path, ...], as_json: bool, strict: bool, media: bool) -> None:
     """Check trajectories against ATIF and pier's stricter rules; exits with 1 if any is invalid."""
-    from pier.trajectory.model import find
     from pier.trajectory.rules import validate_file
 
     report: list[dict[str, Any]] = []
@@ -77,21 +76,17 @@ def convert(ctx: click.Context, place: Path, output: Path, agent: str | None, as
 @click.option("--full", is_flag=True, help="Do not truncate text.")
 def show(place: Path, as_json: bool, full: bool) -> None:
     """Print a trajectory step by step."""
-    from pier.trajectory.model import find, read
-
     print_trajectory(read(find(place)), as_json=as_json, full=full)
 
 
 def print_trajectory(found: Trajectory, *, as_json: bool, full: bool) -> None:
     """Print a trajectory as JSON, or step by step, with long texts truncated unless `full`."""
-    from pier.trajectory.model import dump
-    from pier.trajectory.show import lines
     from pier.trial.record import printable
 
     if as_json:
         click.echo(dump(found), nl=False)
         return
-    for line in lines(found, width=0 if full else 2000):
+    for line in step_lines(found, width=0 if full else 2000):
         click.echo(printable(line))
 
 
@@ -100,9 +95,6 @@ def print_trajectory(found: Trajectory, *, as_json: bool, full: bool) -> None:
 @JSON
 def stats(places: tuple[Path, ...], as_json: bool) -> None:
     """Count steps, tools, tokens, cost and time."""
-    from pier.trajectory.model import find, read
-    from pier.trajectory.show import stats as count
-
     counted = [(file, count(read(file))) for file in map(find, places)]
     lines: list[str] = []
     for file, found in counted:

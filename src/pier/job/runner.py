@@ -89,41 +89,34 @@ class Backoff:
         return longest * random.uniform(0.5, 1.0)
 
 
+@dataclass
 class Schedule:
     """Runs trials. `stop` cancels running trials, which stay owed. Once `may_begin` returns False, no further trial
     starts, and running ones continue."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        run: RunTry,
-        set_aside: SetAside,
-        *,
-        limit: int,
-        retry: RetryConfig,
-        watchers: Sequence[Watcher],
-        may_begin: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._ledger = ledger
-        self._run = run
-        self._set_aside = set_aside
-        self._limit = limit
-        self._backoff = Backoff(retry)
-        self._watchers = watchers
-        self._may_begin = may_begin
+    ledger: Ledger
+    run_try: RunTry
+    set_aside: SetAside
+    limit: int
+    retry: RetryConfig
+    watchers: Sequence[Watcher]
+    may_begin: Callable[[], bool] = lambda: True
+    running: int = 0
+    stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self._backoff = Backoff(self.retry)
         self._ready: deque[PlannedTrial] = deque()
         self._later: list[tuple[float, int, PlannedTrial]] = []
         self._order = itertools.count()
         self._retries: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._workers: list[asyncio.Task[None]] = []
-        self.running = 0
-        self.stopping = False
 
     async def run(self, trials: Iterable[PlannedTrial]) -> None:
         """Run these trials until all have ended, or until `stop`."""
         self._ready.extend(trials)
-        count = min(self._limit, len(self._ready))
+        count = min(self.limit, len(self._ready))
         async with asyncio.TaskGroup() as group:
             if not self.stopping:
                 self._workers = [group.create_task(self._work()) for _ in range(count)]
@@ -147,7 +140,7 @@ class Schedule:
     async def _next(self) -> PlannedTrial | None:
         """Wait for the next trial; None if there will be no more."""
         loop = asyncio.get_running_loop()
-        while not self.stopping and self._may_begin():
+        while not self.stopping and self.may_begin():
             if self._later and self._later[0][0] <= loop.time():
                 return heapq.heappop(self._later)[2]
             if self._ready:
@@ -164,25 +157,25 @@ class Schedule:
         return None
 
     async def _try(self, trial: PlannedTrial) -> None:
-        number = self._ledger.begin(trial.id)
-        for watcher in self._watchers:
+        number = self.ledger.begin(trial.id)
+        for watcher in self.watchers:
             watcher.started(trial, number)
         try:
-            outcome = await self._run(trial, number)
+            outcome = await self.run_try(trial, number)
         except asyncio.CancelledError:
-            self._ledger.end(trial.id, Outcome(cancelled=True))
+            self.ledger.end(trial.id, Outcome(cancelled=True))
             raise
         retries = self._retries.get(trial.id, 0)
-        self._ledger.end(trial.id, outcome)
+        self.ledger.end(trial.id, outcome)
         if outcome.cancelled or not self._backoff.wants(outcome, retries):
             self._retries.pop(trial.id, None)
-            for watcher in self._watchers:
+            for watcher in self.watchers:
                 watcher.ended(trial, outcome)
             return
-        self._ledger.again(trial.id, "retry", self._set_aside(trial, number))
+        self.ledger.again(trial.id, "retry", self.set_aside(trial, number))
         self._retries[trial.id] = retries + 1
         wait = self._backoff.wait(retries + 1)
-        for watcher in self._watchers:
+        for watcher in self.watchers:
             watcher.retrying(trial, outcome, wait)
         heapq.heappush(self._later, (asyncio.get_running_loop().time() + wait, next(self._order), trial))
 
@@ -255,11 +248,7 @@ class TrialHook(Watcher, Protocol):
 
 
 async def run_job(
-    job: OpenJob,
-    env: Mapping[str, str],
-    progress: Progress,
-    interrupts: Interrupts,
-    hook: TrialHook | None = None,
+    job: OpenJob, env: Mapping[str, str], progress: Progress, interrupts: Interrupts, hook: TrialHook | None = None
 ) -> bool:
     """Run all unfinished trials and return whether the user interrupted. The job's files are up to date in any case.
     With a `hook`, attempts at one task run consecutively."""
@@ -273,7 +262,7 @@ async def run_job(
     log.write(f"process {os.getpid()} runs {len(owed)} of {len(job.ledger.plan.trials)} trials")
     try:
         with explained(job.directory):
-            interrupted = bool(owed) and await _run_owed(job, owed, specs, log, progress, env, interrupts, hook)
+            interrupted = bool(owed) and await _Run(job, specs, progress, hook).run(owed, env, log, interrupts)
             if not interrupted and not job.stopped and job.ledger.finished_at is None:
                 job.ledger.finish()
             log.write("interrupted" if interrupted else f"stopped: {job.stopped}" if job.stopped else "done")
@@ -285,70 +274,61 @@ async def run_job(
             job.ledger.sync()
 
 
-async def _run_owed(
-    job: OpenJob,
-    owed: list[PlannedTrial],
-    specs: Specs,
-    log: JobLog,
-    progress: Progress,
-    env: Mapping[str, str],
-    interrupts: Interrupts,
-    hook: TrialHook | None,
-) -> bool:
-    pool = job_meter(job.config.budget, job.ledger)
-    async with _services(job, env, pool) as services:
-        schedule = Schedule(
-            job.ledger,
-            partial(_run_try, job=job, specs=specs, services=services, progress=progress, hook=hook),
-            job.set_aside,
-            limit=job.config.n_concurrent_trials,
-            retry=job.config.retry,
-            watchers=(progress, log, hook) if hook else (progress, log),
-            may_begin=lambda: pool is None or pool.exhausted() is None,
-        )
+@dataclass(frozen=True, slots=True)
+class _Run:
+    job: OpenJob
+    specs: Specs
+    progress: Progress
+    hook: TrialHook | None
 
-        def stop() -> None:
-            progress.stop_noticed()
-            schedule.stop()
+    async def run(self, owed: list[PlannedTrial], env: Mapping[str, str], log: JobLog, interrupts: Interrupts) -> bool:
+        """Run the owed trials and return whether the user interrupted."""
+        job, progress = self.job, self.progress
+        pool = job_meter(job.config.budget, job.ledger)
+        async with _services(job, env, pool) as services:
+            schedule = Schedule(
+                job.ledger,
+                lambda trial, _: self._try(trial, services),
+                job.set_aside,
+                limit=job.config.n_concurrent_trials,
+                retry=job.config.retry,
+                watchers=(progress, log, self.hook) if self.hook else (progress, log),
+                may_begin=lambda: pool is None or pool.exhausted() is None,
+            )
 
-        interrupts.connect(stop)
-        with progress.show():
-            async with _background(_keep_files(job, schedule, pool)), _background(_build_ahead(specs, owed, services)):
-                try:
-                    await schedule.run(owed)
-                finally:
-                    if pool:
-                        pool.save()
-        job.stopped = pool.exhausted() if pool and any(True for _ in job.ledger.owed()) else None
-        interrupts.connect(lambda: None)
-    return schedule.stopping
+            def stop() -> None:
+                progress.stop_noticed()
+                schedule.stop()
 
+            interrupts.connect(stop)
+            builds = _build_ahead(self.specs, owed, services)
+            with progress.show():
+                async with _background(_keep_files(job, schedule, pool)), _background(builds):
+                    try:
+                        await schedule.run(owed)
+                    finally:
+                        if pool:
+                            pool.save()
+            job.stopped = pool.exhausted() if pool and any(True for _ in job.ledger.owed()) else None
+            interrupts.connect(lambda: None)
+        return schedule.stopping
 
-async def _run_try(
-    trial: PlannedTrial,
-    number: int,
-    *,
-    job: OpenJob,
-    specs: Specs,
-    services: TrialServices,
-    progress: Progress,
-    hook: TrialHook | None,
-) -> Outcome:
-    directory, name = job.trial_path(trial), trial.name
+    async def _try(self, trial: PlannedTrial, services: TrialServices) -> Outcome:
+        directory, progress = self.job.trial_path(trial), self.progress
+        on_phase, on_detail = partial(progress.phase, trial.name), partial(progress.detail, trial.name)
 
-    async def go(spec: TrialSpec) -> TrialResult:
-        on_phase, on_detail = partial(progress.phase, name), partial(progress.detail, name)
-        return await run_trial(spec, services, on_phase, on_detail)
+        async def go(spec: TrialSpec) -> TrialResult:
+            return await run_trial(spec, services, on_phase, on_detail)
 
-    try:
-        spec = specs.spec(trial, directory)
-        result = await (hook.run(trial, spec, go) if hook else go(spec))
-    except Exception as error:
-        # An error becomes the outcome of its trial and does not affect others, except for a full disk.
-        if is_full(error):
-            raise
-        return outcome_of_error(error, specs.redactor)
-    return outcome_of(result, directory)
+        try:
+            spec = self.specs.spec(trial, directory)
+            result = await (self.hook.run(trial, spec, go) if self.hook else go(spec))
+        except Exception as error:
+            # An error becomes the outcome of its trial and does not affect others, except for a full disk.
+            if is_full(error):
+                raise
+            return outcome_of_error(error, self.specs.redactor)
+        return outcome_of(result, directory)
 
 
 @asynccontextmanager
