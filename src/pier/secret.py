@@ -279,7 +279,7 @@ def _as_escaped(character: str, slashes: int) -> Iterator[str]:
 
 
 def _base64(secret: str) -> Iterator[str]:
-    """What is the same in every base64 text that holds the secret, for each place where it may begin."""
+    """Yield the base64 characters that depend on the secret alone, for each alignment to groups of three bytes."""
     raw = secret.encode(errors="surrogatepass")
     for pad, skipped in enumerate((0, 2, 3)):
         encoded = base64.b64encode(b"\0" * pad + raw).decode().rstrip("=")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pier.image.model import Image
     from pier.image.store import ImageStore
 
-_say = partial(click.echo, err=True)
+_progress = partial(click.echo, err=True)
 _env = click.option(
     "--env",
     type=click.Choice(["local", "docker"]),
@@ -59,7 +59,7 @@ def import_(source: Path | None, name: str | None, from_docker: str | None, as_j
         raise click.UsageError("missing SOURCE or --from-docker")
     else:
         made = asyncio.run(_import(source, name))
-    _tell(made, as_json)
+    _print_image(made, as_json)
 
 
 async def _import(source: Path, name: str | None) -> Image:
@@ -85,9 +85,9 @@ def pull(name: str, quiet: bool, env: str, as_json: bool) -> None:
     from pier.image.importing import pull_image
     from pier.sandbox.docker.images import pull_there
 
-    tell = None if quiet else _say
-    work = pull_there(name, tell) if env == "docker" else pull_image(_store(), name, on_progress=tell)
-    _tell(asyncio.run(work), as_json)
+    on_progress = None if quiet else _progress
+    work = pull_there(name, on_progress) if env == "docker" else pull_image(_store(), name, on_progress=on_progress)
+    _print_image(asyncio.run(work), as_json)
 
 
 @image.command()
@@ -128,12 +128,12 @@ def build(
                 build_args=values,
                 runner=runner,
                 network=NetworkPolicy(network),
-                on_progress=None if quiet else _say,
+                on_progress=None if quiet else _progress,
                 tag=tag,
                 target=target,
             )
 
-    _tell(asyncio.run(work()), as_json)
+    _print_image(asyncio.run(work()), as_json)
 
 
 @image.command(name="list")
@@ -266,6 +266,6 @@ def _summary(store: ImageStore, record: ImageRecord) -> dict[str, Any]:
     }
 
 
-def _tell(made: Image, as_json: bool) -> None:
+def _print_image(made: Image, as_json: bool) -> None:
     value = {"reference": made.reference, "digest": made.digest, "layers": [str(path) for path in made.layers]}
     echo(value, as_json, [f"{made.reference}  {made.digest}"])

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from pier.cli.main import JSON, echo
-from pier.cli.options import COUNT, PATH
+from pier.cli.options import COUNT, PATH, combine
 from pier.cli.run import JOBS_DIR, HarborCommand, JobPath, LimitsCommand, given_settings, run
 from pier.errors import UsageError
 
@@ -35,14 +35,14 @@ JOB_PATH = click.option(
 """Harbor's spelling of the argument. Click processes options before arguments, and eager options (`JOBS_DIR`) first."""
 
 
-def _again(function: Any) -> Any:
-    """Add the parameters of a command that runs trials of a job again."""
-    env_file = click.option("--env-file", type=click.Path(dir_okay=False), help="A file of NAME=value lines.")
-    concurrent = click.option("-n", "--n-concurrent", type=COUNT, help="Number of concurrent trials.")
-    quiet = click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
-    for part in (JSON, quiet, env_file, concurrent, JOBS_DIR, JOB_PATH, JOB):
-        function = part(function)
-    return function
+_again = combine(
+    *(JOB, JOB_PATH, JOBS_DIR),
+    click.option("-n", "--n-concurrent", type=COUNT, help="Number of concurrent trials."),
+    click.option("--env-file", type=click.Path(dir_okay=False), help="A file of NAME=value lines."),
+    click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
+    JSON,
+)
+"""The parameters of a command that runs trials of a job again."""
 
 
 @click.group(name="job")
@@ -159,10 +159,10 @@ def rm(directories: tuple[Path, ...], first_stop: bool, as_json: bool) -> None:
 def resume(directory: Path, error_types: tuple[str, ...], **flags: Any) -> None:
     """Run the unfinished trials of a job."""
     from pier.job.command import again_and_report
-    from pier.job.runner import Wanted
+    from pier.job.runner import TrialSelection
 
-    wanted = Wanted(types=frozenset(error_types)) if error_types else None
-    _exit(again_and_report(directory, wanted, *_how(flags), _limits(flags)))
+    selection = TrialSelection(types=frozenset(error_types)) if error_types else None
+    _exit(again_and_report(directory, selection, *_run_options(flags), _limits(flags)))
 
 
 @job.command(cls=LimitsCommand)
@@ -176,12 +176,12 @@ def resume(directory: Path, error_types: tuple[str, ...], **flags: Any) -> None:
 def retry(directory: Path, only: str | None, names: tuple[str, ...], **flags: Any) -> None:
     """Run finished trials again. Their previous directories are kept in `.retries`."""
     from pier.job.command import again_and_report
-    from pier.job.runner import Wanted
+    from pier.job.runner import TrialSelection
 
     if only is None and not names:
         raise click.UsageError("missing --only infra, --only errored, --only failed or --trial NAME")
-    wanted = Wanted(kind=only, names=frozenset(names))
-    _exit(again_and_report(directory, wanted, *_how(flags), _limits(flags)))
+    selection = TrialSelection(kind=only, names=frozenset(names))
+    _exit(again_and_report(directory, selection, *_run_options(flags), _limits(flags)))
 
 
 @job.command()
@@ -194,7 +194,7 @@ def regrade(directory: Path, name: str | None, **flags: Any) -> None:
     """
     from pier.job.command import regrade_and_report
 
-    _exit(regrade_and_report(directory, name, *_how(flags)))
+    _exit(regrade_and_report(directory, name, *_run_options(flags)))
 
 
 def _wait_for_end(directory: Path) -> None:
@@ -204,7 +204,7 @@ def _wait_for_end(directory: Path) -> None:
         time.sleep(0.05)
 
 
-def _how(flags: dict[str, Any]) -> tuple[dict[str, str], Any, int | None]:
+def _run_options(flags: dict[str, Any]) -> tuple[dict[str, str], Any, int | None]:
     from pier.job.load import environ_with
 
     show = "json" if flags["as_json"] else "quiet" if flags["quiet"] else "full"

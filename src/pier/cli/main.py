@@ -261,12 +261,12 @@ def main(args: Sequence[str] | None = None) -> None:
 class _Terminal(io.TextIOWrapper):
     def write(self, text: str, /) -> int:
         if not text.isprintable() and text != "\n":
-            text = shown(text)
+            text = without_controls(text)
         return super().write(text)
 
 
 def guard_terminals() -> None:
-    """Filter everything that is printed on a terminal through `shown`. Progress displays and commands in sandboxes
+    """Filter terminal output through `without_controls`. Progress displays and commands in sandboxes
     bypass it: they write to `sys.__stderr__` and to the descriptors."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -291,6 +291,6 @@ def echo(value: Any, as_json: bool, lines: Iterable[str]) -> None:
         click.echo(text)
 
 
-def shown(text: str) -> str:
+def without_controls(text: str) -> str:
     """Remove control sequences except colours from the text of a task or an agent."""
     return _CONTROL.sub(lambda found: found[0] if re.fullmatch(r"\x1b\[[0-9;]*m", found[0]) else "", text)

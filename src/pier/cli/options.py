@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,3 +14,14 @@ DIRECTORY = click.Path(file_okay=False, path_type=Path)
 COUNT = click.IntRange(1)
 POSITIVE = click.FloatRange(0, min_open=True)
 PORT = click.IntRange(0, 65535)
+
+
+def combine(*options: Any) -> Any:
+    """Combine decorators of options and arguments, in the order of the help."""
+
+    def apply(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return apply

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pier.cli.main import JSON, echo
-from pier.cli.options import COUNT, PATH
+from pier.cli.options import COUNT, PATH, combine
 from pier.cli.run import COMMON, JOBS_DIR, JobPath, SettingOption, SettingsCommand, given_settings, grouped_option
 from pier.errors import UsageError
 from pier.files import write_json
@@ -67,16 +67,7 @@ class ReviewCommand(SettingsCommand):
 _option = partial(grouped_option, group="Review")
 
 
-def _options(*options: Any) -> Any:
-    def apply(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return apply
-
-
-_JOB = _options(
+_JOB = combine(
     _option("-c", "--config", "files", multiple=True, type=_FILE, group=COMMON, help="A job file; repeatable."),
     _option("--agent-index", type=click.IntRange(0), help="Use only this agent of the job file, counted from 0."),
     _option("--env-file", type=_FILE, group="Job", help="A file of NAME=value lines for ${NAME} templates."),
@@ -89,7 +80,7 @@ _JOB = _options(
     _option("--json", "as_json", is_flag=True, group="Output", help="Print the result as JSON, and no progress."),
 )
 _which = partial(grouped_option, group="Which trials")
-_WHICH = _options(
+_WHICH = combine(
     _which("-t", "--trial-name", "names", multiple=True, help="Name of a trial; repeatable."),
     _which("--task", "tasks", multiple=True, metavar="GLOB", help="Trials of these tasks; repeatable."),
     _which("--source-agent", "agents", multiple=True, metavar="NAME", help="Trials of this agent; repeatable."),

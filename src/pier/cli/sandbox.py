@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pier.cli.main import JSON, echo
+from pier.cli.options import combine
 from pier.errors import SandboxError
 from pier.sizes import columns, parse_size
 
@@ -46,18 +47,15 @@ class Size(click.ParamType[int]):
 _command = click.argument("command", nargs=-1, type=click.UNPROCESSED)
 
 
-def _exec_options(function: Any) -> Any:
-    for option in (
-        click.option("-w", "--workdir", metavar="DIR", help="Working directory of the command."),
-        click.option("-u", "--user", metavar="USER", help="Name or uid[:gid] that the command runs as."),
-        click.option(
-            "--env", multiple=True, metavar="NAME=VALUE", help="Set a variable; NAME alone forwards this shell's."
-        ),
-        click.option("--tty", is_flag=True, help="Give the command a terminal."),
-        click.option("--interactive", is_flag=True, help="Forward stdin."),
-    ):
-        function = option(function)
-    return function
+_exec_options = combine(
+    click.option("-w", "--workdir", metavar="DIR", help="Working directory of the command."),
+    click.option("-u", "--user", metavar="USER", help="Name or uid[:gid] that the command runs as."),
+    click.option(
+        "--env", multiple=True, metavar="NAME=VALUE", help="Set a variable; NAME alone forwards this shell's."
+    ),
+    click.option("--tty", is_flag=True, help="Give the command a terminal."),
+    click.option("--interactive", is_flag=True, help="Forward stdin."),
+)
 
 
 @click.group()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pier.cli.main import JSON, echo, shown
+from pier.cli.main import JSON, echo, without_controls
 from pier.cli.options import DIRECTORY, FILE
 from pier.errors import UsageError, WorkspaceError
 from pier.sizes import columns
@@ -135,7 +135,7 @@ def _absolute_model(model: str | None) -> str | None:
 
 
 def _say(line: str) -> None:
-    click.echo(shown(line), err=True)
+    click.echo(without_controls(line), err=True)
 
 
 def _place(directory: Path | None) -> WorkspacePlace | Workspace:
@@ -237,11 +237,11 @@ def diff(directory: Path | None, name_only: bool, as_json: bool) -> None:
         return
     for change in changes:
         if name_only or not change.diff:
-            click.echo(shown(f"{change.kind}: {change.path}"))
+            click.echo(without_controls(f"{change.kind}: {change.path}"))
         else:
-            click.echo(shown(change.diff), nl=False)
+            click.echo(without_controls(change.diff), nl=False)
     for row in outside:
-        click.echo(shown(f"{row['kind']}: {row['path']}"))
+        click.echo(without_controls(f"{row['kind']}: {row['path']}"))
 
 
 @click.command()
@@ -284,7 +284,7 @@ def stop(directory: Path | None) -> None:
         click.echo(f"{workspace.root}: not running")
         return
     for note in answer["notes"]:
-        click.echo(f"warning: {shown(note)}", err=True)
+        click.echo(f"warning: {without_controls(note)}", err=True)
     click.echo(f"{workspace.root}: stopped")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from pier.cli.main import shown
+from pier.cli.main import without_controls
 from pier.workspace.client import PIER, WorkspacePlace, call
 
 if TYPE_CHECKING:
@@ -71,21 +71,21 @@ async def _verify_here(
 
 
 def _say(line: str) -> None:
-    click.echo(shown(line), err=True)
+    click.echo(without_controls(line), err=True)
 
 
 def _print_output(data: bytes) -> None:
-    click.echo(shown(data.decode(errors="replace")), nl=False)
+    click.echo(without_controls(data.decode(errors="replace")), nl=False)
 
 
 def _print(verdict: dict[str, Any]) -> None:
     for name, value in (verdict["rewards"] or {}).items():
         click.echo(f"{name}: {value:g}")
     if verdict["rewards"] is None and verdict["error"]:
-        click.echo(f"no reward: {shown(verdict['error']['message'])}", err=True)
+        click.echo(f"no reward: {without_controls(verdict['error']['message'])}", err=True)
     for kind in ("note", "warning"):
         for text in verdict[f"{kind}s"]:
-            click.echo(f"{kind}: {shown(text)}", err=True)
+            click.echo(f"{kind}: {without_controls(text)}", err=True)
     click.echo(f"saved: {os.path.relpath(verdict['directory'])}")
 
 

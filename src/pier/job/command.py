@@ -19,7 +19,7 @@ from pier.job.directory import OpenJob, open_existing, open_for, open_regrade, r
 from pier.job.ledger import Ledger, size_of
 from pier.job.plan import Plan, plan_job
 from pier.job.progress import LiveProgress, PlainProgress, Progress, print_report
-from pier.job.runner import Interrupts, TrialHook, Wanted, check_models, void
+from pier.job.runner import Interrupts, TrialHook, TrialSelection, check_models, void
 from pier.job.view import JobView
 
 _WARNINGS = 10
@@ -40,7 +40,9 @@ def run_and_report(
         return _run(job, env, show, hook)
 
 
-def run_without_report(config: JobConfig, env: Mapping[str, str], show: Show, *, again: Wanted | None = None) -> int:
+def run_without_report(
+    config: JobConfig, env: Mapping[str, str], show: Show, *, again: TrialSelection | None = None
+) -> int:
     """Do the same without a report, for callers with their own. Finished trials that match `again` are run again."""
     with open_for(config, env, check=lambda: _check(config, env)) as job:
         if again is not None:
@@ -68,19 +70,19 @@ def _check(config: JobConfig, env: Mapping[str, str]) -> None:
 
 def again_and_report(
     directory: Path,
-    wanted: Wanted | None,
+    selection: TrialSelection | None,
     env: Mapping[str, str],
     show: Show,
     n_concurrent: int | None = None,
     budget: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
-    """Continue the job in `directory`, and run finished trials that match `wanted` again. The limits in `budget`
+    """Continue the job in `directory`, and run finished trials that match `selection` again. The limits in `budget`
     replace those of the job."""
     with open_existing(directory) as job:
         job.config.budget = job.config.budget.model_copy(update=dict(budget))
         if n_concurrent is not None:
             job.config.n_concurrent_trials = n_concurrent
-        if wanted is not None and void(job, wanted) == 0 and show == "full":
+        if selection is not None and void(job, selection) == 0 and show == "full":
             click.echo("no finished trial matches", err=True)
         return _run(job, env, show)
 

@@ -50,7 +50,7 @@ from pier.job.ledger import (
     size_of,
 )
 from pier.job.load import parse, read_file, to_disk
-from pier.job.plan import KEY, NOT_ASKED, MakePlan, Plan, PlannedTrial, Warn, make_key, plan_job, read_key
+from pier.job.plan import KEY, NOT_IDENTIFYING, MakePlan, Plan, PlannedTrial, Warn, make_key, plan_job, read_key
 from pier.job.view import CONFIG, LOCK, RESULT, JobView, ResultGroup
 from pier.trial.result import lock_row
 
@@ -244,7 +244,7 @@ def open_regrade(source: Path, config: JobConfig, env: Mapping[str, str]) -> Ite
 
 @contextmanager
 def _open(config: JobConfig, make_plan: MakePlan, disk: dict[str, Any], check: Callable[[], None]) -> Iterator[OpenJob]:
-    counted = {key: value for key, value in disk.items() if key not in NOT_ASKED}
+    counted = {key: value for key, value in disk.items() if key not in NOT_IDENTIFYING}
     asked = hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:16]
     directory = _find_directory(config, asked, make_plan)
     if directory is None:

@@ -318,7 +318,7 @@ def make_key(directory: Path) -> bytes:
     return key
 
 
-NOT_ASKED = (
+NOT_IDENTIFYING = (
     "job_name",
     "jobs_dir",
     "debug",
@@ -332,7 +332,7 @@ NOT_ASKED = (
 )
 """Settings that may differ between commands for the same job."""
 
-_OUTSIDE_TRIALS = (*NOT_ASKED, "agents", "datasets", "tasks", "metrics", "n_attempts", "keep_state", "strict")
+_OUTSIDE_TRIALS = (*NOT_IDENTIFYING, "agents", "datasets", "tasks", "metrics", "n_attempts", "keep_state", "strict")
 """Settings that do not change the result of a single trial, or are part of its identity elsewhere."""
 
 Warn = Callable[[str], None]

@@ -17,7 +17,7 @@ from pier.errors import JobError, UsageError
 from pier.figures import Interval, compare, describe
 from pier.job.directory import result_of
 from pier.job.ledger import current_owner
-from pier.job.plan import NOT_ASKED
+from pier.job.plan import NOT_IDENTIFYING
 from pier.job.progress import describe_outcome, first_line, means, print_columns, print_report
 from pier.job.view import LOG, RESULT, TRIAL_LOG, JobView, ResultGroup, TrialRow, has_finished, rewards_by_task
 from pier.tree import Tree, TreeError
@@ -247,7 +247,7 @@ def side_data(side: ResultGroup) -> dict[str, Any]:
 def config_differences(views: Sequence[JobView]) -> dict[str, list[Any]]:
     """Return the keys in which the configurations of jobs differ, with the value of each job; None if it is not set."""
     flat = [_flatten(view.config or {}) for view in views]
-    keys = dict.fromkeys(key for each in flat for key in each if key.partition(".")[0] not in NOT_ASKED)
+    keys = dict.fromkeys(key for each in flat for key in each if key.partition(".")[0] not in NOT_IDENTIFYING)
     values = {key: {json.dumps(each[key]) for each in flat if each.get(key) not in (None, [], {})} for key in keys}
     return {key: [each.get(key) for each in flat] for key in keys if len(values[key]) > 1}
 

@@ -423,14 +423,14 @@ async def _build_ahead(specs: Specs, owed: Sequence[PlannedTrial], services: Tri
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TrialSelection:
     """A filter for finished trials: by kind (`infra`, `errored`, `failed`), type of error, and name."""
 
     kind: str | None = None
     types: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
 
-    def takes(self, name: str, outcome: Outcome) -> bool:
+    def matches(self, name: str, outcome: Outcome) -> bool:
         if self.names and name not in self.names:
             return False
         fault = outcome.fault
@@ -446,16 +446,16 @@ class Wanted:
         return True
 
 
-def void(job: OpenJob, wanted: Wanted) -> int:
+def void(job: OpenJob, selection: TrialSelection) -> int:
     """Void the finished trials that match, so that they run again, and return their number."""
-    unknown = wanted.names - {trial.name for trial in job.ledger.plan.trials}
+    unknown = selection.names - {trial.name for trial in job.ledger.plan.trials}
     if unknown:
         name, hint = sorted(unknown)[0], f"pier job show {job.directory} --trials"
         raise UsageError(f"{job.directory} has no trial {name}", hint=hint)
     count = 0
     for trial in job.ledger.plan.trials:
         outcome = job.ledger.outcomes.get(trial.id)
-        if outcome is not None and wanted.takes(trial.name, outcome):
+        if outcome is not None and selection.matches(trial.name, outcome):
             job.ledger.again(trial.id, "asked", job.set_aside(trial, job.ledger.tries.get(trial.id, 1)))
             count += 1
     return count
