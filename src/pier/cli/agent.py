@@ -108,7 +108,7 @@ def rm(names: tuple[str, ...], as_json: bool) -> None:
 @agent.command()
 @JSON
 def doctor(as_json: bool) -> None:
-    """Check whether packs can be built on this machine, and whether existing packs are intact."""
+    """Check existing packs and the requirements for building packs."""
     from pier.agent.pack.store import check_packs
 
     findings = check_packs()

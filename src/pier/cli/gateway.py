@@ -42,7 +42,7 @@ def gateway() -> None:
 @click.option("--rpm", "requests_per_minute", type=COUNT, help="Allow at most N requests a minute.")
 @click.option("--metrics", help="Serve Prometheus metrics at HOST:PORT or at the path of a unix socket.")
 def serve(**options: Any) -> None:
-    """Serve one session until interrupted, and print the variables to export for each agent."""
+    """Serve one session until interrupted. Prints the variables to export for each agent."""
     import asyncio
 
     try:
@@ -96,7 +96,7 @@ async def _opened(address: str, hint: str, opening: Coroutine[Any, Any, T]) -> T
 @click.argument("address")
 @JSON
 def metrics(address: str, as_json: bool) -> None:
-    """Print the metrics that a gateway serves at HOST:PORT or at the path of a unix socket."""
+    """Print the metrics of a gateway. ADDRESS is HOST:PORT or the path of a unix socket."""
     import asyncio
 
     from pier.gateway.metrics import fetch
@@ -110,7 +110,7 @@ def metrics(address: str, as_json: bool) -> None:
 @JSON
 @click.option("--all", "every", is_flag=True, help="Show probes and token counts too, not only generations.")
 def show(path: Path, number: int | None, as_json: bool, every: bool) -> None:
-    """Print the calls of a recording or a trial; with NUMBER, one call in full."""
+    """Print the calls of a recording or a trial. With NUMBER, one call in full."""
     from pier.trial.bounded import read_back_now
 
     rows, closed, whole = read_back_now(_read_calls, path, number, every)

@@ -45,9 +45,10 @@ def image() -> None:
 @click.option("--from-docker", metavar="IMAGE", help="Import an image from the Docker engine.")
 @JSON
 def import_(source: Path | None, name: str | None, from_docker: str | None, as_json: bool) -> None:
-    """Import a root file system (tar or directory), a docker-archive or an OCI layout.
+    """Import a root file system, a docker-archive or an OCI layout.
 
-    SOURCE may be `-` for a tar on stdin. With --from-docker, the optional first argument is the new name.
+    SOURCE is a tar file or a directory, or `-` for a tar on stdin. With --from-docker, the optional first argument is
+    the new name.
     """
     if from_docker is not None:
         from pier.image.importing import take_from_engine
@@ -81,7 +82,7 @@ async def _import(source: Path, name: str | None) -> Image:
 @_env
 @JSON
 def pull(name: str, quiet: bool, env: str, as_json: bool) -> None:
-    """Pull an image from its registry; with `--env docker`, into the Docker engine."""
+    """Pull an image from its registry. With `--env docker`, into the Docker engine."""
     from pier.image.importing import pull_image
     from pier.sandbox.docker.images import pull_there
 
@@ -141,7 +142,7 @@ def build(
 @_env
 @JSON
 def list_(cached: bool, env: str, as_json: bool) -> None:
-    """List the images of the store, or those that pier added to the Docker engine."""
+    """List images. With `--env docker`, those that pier added to the Docker engine."""
     if env == "docker":
         _list_engine(as_json)
     elif cached:
@@ -214,7 +215,8 @@ def rm(names: tuple[str, ...], as_json: bool) -> None:
 @_env
 @JSON
 def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:
-    """Remove incomplete and unreferenced files; with --max-size also the least recently used build caches, then images.
+    """Remove incomplete and unreferenced files. With --max-size, also the least recently used build caches, then
+    images.
 
     With `--env docker`: the images that pier added to the engine and that no container uses, oldest first, and, without
     --max-size, its volumes with copies of packs. Other images are never touched.

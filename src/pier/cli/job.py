@@ -58,7 +58,7 @@ job.add_command(run, "start")
 @click.argument("jobs_dir", type=PATH, default=Path("jobs"))
 @JSON
 def list_(jobs_dir: Path, as_json: bool) -> None:
-    """List the jobs in JOBS_DIR, newest first, including those of Harbor and datacurve pier."""
+    """List the jobs in JOBS_DIR, newest first. Includes jobs of Harbor and datacurve pier."""
     from pier.job.report import print_jobs
     from pier.job.view import list_jobs
 
@@ -84,7 +84,7 @@ def show(directory: Path, trials: bool, as_json: bool) -> None:
 @JOBS_DIR
 @JSON
 def compare(directories: tuple[Path, ...], as_json: bool) -> None:
-    """Compare jobs with the first of them, or the agents of one job: in total and for each task."""
+    """Compare jobs, or the agents of one job, in total and per task. The first one is the baseline."""
     from pier.job.report import print_comparison
     from pier.job.view import JobView
 
@@ -113,7 +113,7 @@ def logs(directory: Path, trial: str | None, follow: bool, as_json: bool) -> Non
 @JOBS_DIR
 @JSON
 def stop(directories: tuple[Path, ...], as_json: bool) -> None:
-    """Stop running jobs: no new trials start, running ones are cancelled and cleaned up.
+    """Stop running jobs. No new trials start, running ones are cancelled and cleaned up.
 
     Waits until the jobs have stopped. Stopping a job again limits its clean-up to five seconds.
     """
@@ -188,7 +188,7 @@ def retry(directory: Path, only: str | None, names: tuple[str, ...], **flags: An
 @click.option("--job-name", "name", help="Name of the new job.  [default: JOB-regrade]")
 @_again
 def regrade(directory: Path, name: str | None, **flags: Any) -> None:
-    """Run the verifier again on the states that agents left, as a new job.
+    """Run the verifier again on kept states, as a new job.
 
     The old job must have been run with --keep-state; it is not changed. Tasks are loaded in their present form.
     """

@@ -222,7 +222,7 @@ def critique_show(path: Path, runs: tuple[str, ...], names: tuple[str, ...], rat
 @JOBS_DIR
 @JSON
 def critique_compare(path: Path, names: tuple[str, ...], as_json: bool) -> None:
-    """Compare critique runs of a job, by default all: the agreement of critics, and the trials on which they differ."""
+    """Compare critique runs of a job, by default all. Shows the agreement of critics, and disputed trials."""
     known = {run.name: run for run in list_runs(open_source(path).root)}
     if unknown := [name for name in names if name not in known]:
         raise UsageError(f"unknown critique run {unknown[0]!r}", hint=f"pier critique list {path}")

@@ -49,7 +49,7 @@ def _known_format(ctx: click.Context, param: click.Parameter, value: str) -> str
 def export(
     places: tuple[Path, ...], out: Path | None, form: str, kinds: tuple[str, ...], trainable: bool, as_json: bool
 ) -> None:
-    """Turn the recordings of trials and jobs into training samples: exact token ids, loss mask, log-probs, reward.
+    """Export training samples from recordings. They have exact token ids, a loss mask, log-probs and a reward.
 
     Without --out the samples are only listed. Text is never tokenised again: calls without token ids from the server
     yield samples without them (to request them: `tokens = true` in providers.toml, or `pier gateway serve --tokens`).
@@ -84,7 +84,7 @@ def _samples_table(rows: list[dict[str, Any]]) -> list[str]:
 @JSON
 @click.pass_context
 def check(ctx: click.Context, files: tuple[Path, ...], vocab_size: int | None, as_json: bool) -> None:
-    """Check the samples in FILES of the format `pier`; exits with 1 if one is invalid.
+    """Check the samples in FILES of the format `pier`. Exits with 1 if one is invalid.
 
     Ids, mask and log-probs must have the same length. The mask must be 1 on exactly the sampled tokens that are
     trained, each once and with a log-prob. A sample that continues another call must begin with its ids. Samples that

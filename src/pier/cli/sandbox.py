@@ -65,7 +65,7 @@ def sandbox() -> None:
 
 @sandbox.command(context_settings={"allow_interspersed_args": False})
 @click.option("--image", default="host", help="Image of the root file system.")
-@click.option("--network", type=click.Choice(["none", "public"]), default="none")
+@click.option("--network", type=click.Choice(["none", "public"]), default="none", help="Network access.")
 @click.option("--allow", multiple=True, metavar="HOST", help="Allow access to this host only; repeatable.")
 @click.option("--cpus", type=float, help="Number of CPUs, such as 1.5.")
 @click.option(
@@ -76,7 +76,7 @@ def sandbox() -> None:
 @click.option("--open-files", type=int, help="Maximum number of open files per process.")
 @click.option("--volume", multiple=True, metavar="SRC:DST[:ro|rw]", help="Mount a path of this machine.")
 @click.option("--name", default="", show_default=False, help="Name for `pier sandbox exec`.")
-@click.option("--hostname", default="pier")
+@click.option("--hostname", default="pier", help="Host name inside the sandbox.")
 @click.option("--no-new-privileges", is_flag=True, help="Prevent processes from gaining privileges, including by sudo.")
 @_exec_options
 @_command

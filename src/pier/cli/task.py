@@ -162,7 +162,7 @@ def proof_row(proof: Proof) -> dict[str, Any]:
 @click.option("--sample-seed", type=int, help="Shuffle the tasks with this seed first.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def list_tasks(sources: tuple[str, ...], as_json: bool, **chosen: Any) -> None:
-    """List the tasks of directories, repositories, dataset.toml and registry.json files."""
+    """List tasks. SOURCES are directories, repositories, dataset.toml and registry.json files."""
     from pier.task.sources import Selection, resolve_sources
 
     selection = Selection(**chosen)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option(
-    "--session-dir", metavar="DIR", help="Where the logs are: in a workspace's sandbox, else on this machine."
+    "--session-dir", metavar="DIR", help="Directory of the logs, in a workspace's sandbox or on this machine."
 )
-@click.option("-a", "--agent", metavar="NAME", help="The agent that made the session.  [default: any]")
+@click.option("-a", "--agent", metavar="NAME", help="Agent of the session.  [default: any]")
 @click.option(
     "--session", metavar="ID", help="The session: its time in a workspace, else its id.  [default: the newest]"
 )

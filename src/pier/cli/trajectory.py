@@ -30,7 +30,7 @@ def trajectory() -> None:
 @click.option("--media/--no-media", default=True, help="Also check that referenced images exist.")
 @click.pass_context
 def validate(ctx: click.Context, places: tuple[Path, ...], as_json: bool, strict: bool, media: bool) -> None:
-    """Check trajectories against ATIF and pier's stricter rules; exits with 1 if any is invalid."""
+    """Check trajectories against ATIF and pier's rules. Exits with 1 if any is invalid."""
     from pier.trajectory.rules import validate_file
 
     report: list[dict[str, Any]] = []

@@ -29,7 +29,7 @@ def trial() -> None:
 @JOBS_DIR
 @JSON
 def show(directory: Path, as_json: bool) -> None:
-    """Show the outcome of a trial: rewards, errors, integrity of the verdict, and files.
+    """Show the outcome of a trial. This includes rewards, errors, the integrity of the verdict, and paths of files.
 
     TRIAL is a directory, or JOB/NAME in --jobs-dir.
     """

@@ -72,7 +72,7 @@ def serve(path: Path, host: str, port: int | None, open_browser: bool, as_json: 
 @click.option("-o", "--output", required=True, type=PATH, help="A new directory, or FILE.html.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was redacted as JSON.")
 def export(path: Path, output: Path, as_json: bool) -> None:
-    """Write pages that open without a server: a directory, or one file for a trial or a small job.
+    """Write pages that open without a server. The output is a directory, or one file for a trial or a small job.
 
     Secrets are removed; the page redactions.html lists them with their locations.
     """

@@ -30,7 +30,7 @@ _where = click.option(
     "--workspace-dir",
     "directory",
     type=DIRECTORY,
-    help="Directory of the workspace.  [default: the enclosing one]",
+    help="Workspace directory.  [default: the enclosing one]",
 )
 
 
