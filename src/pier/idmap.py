@@ -180,11 +180,8 @@ def _rows(ranges: tuple[IdRange, ...]) -> str:
 
 
 def _put(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
+    with open(path, "wb", buffering=0) as stream:
+        stream.write(text.encode())
 
 
 def _run_tool(name: str, pid: int, ranges: tuple[IdRange, ...]) -> None:

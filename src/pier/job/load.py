@@ -101,7 +101,8 @@ def _read_text(path: Path) -> str:
             raise UsageError(f"cannot read {path}: larger than {MAX_FILE >> 20} MB")
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"cannot read {path}: {reason}") from error
 
 
 def _read_yaml(text: str) -> Any:
