@@ -233,7 +233,7 @@ def compile_secret(secret: str) -> Secret:
 
 
 def _others(secret: str) -> list[bytes]:
-    """A secret as hex and as UTF-16."""
+    """Return a secret as hex and as UTF-16."""
     digits = secret.encode(errors="surrogatepass").hex().encode()
     return [digits, digits.upper(), *(secret.encode(f"utf-16-{end}", errors="surrogatepass") for end in ("le", "be"))]
 
@@ -242,8 +242,8 @@ _CHARACTERS = re.compile(r"(?=.)(\\*)([^\\]?)", re.DOTALL)
 
 
 def _character(character: str, slashes: int = 0) -> tuple[str, int]:
-    """A pattern for one character of a secret in any encoding, and the most bytes that it may take. The backslashes
-    before it are matched together with those that escape it: no text can be divided between them in several ways."""
+    """Return a pattern for one character of a secret in any encoding, and its maximum size in bytes. The backslashes
+    before it are matched together with those that escape it, so that a text has only one match (no backtracking)."""
     if slashes:
         after, size = _character(character) if character else ("", 0)
         coded = rf"(?:\\{{1,{_ESCAPES}}}+u(?i:005c)){{{slashes}}}|(?:%(?:25)?(?i:5c)){{{slashes}}}"
@@ -258,7 +258,7 @@ def _character(character: str, slashes: int = 0) -> tuple[str, int]:
 
 
 def _as_escaped(character: str, slashes: int) -> Iterator[str]:
-    """Patterns for a character, if there is one, after backslashes that may be escaped."""
+    """Yield patterns for an optional character after backslashes, which may be escaped themselves."""
     before = rf"\\{{{slashes},{(_ESCAPES + 1) * slashes}}}+" if slashes else ""
     if not character or _PLAIN.fullmatch(character):
         yield before + re.escape(character)
@@ -288,7 +288,7 @@ def _base64(secret: str) -> Iterator[str]:
 
 
 def forms_of(secret: str) -> Iterator[str]:
-    """The forms in which a secret may be split over pieces."""
+    """Yield the encodings of a secret that may be split over the chunks of a stream."""
     once = json.dumps(secret)[1:-1]
     yield from (secret, quote(secret, safe=""), quote_plus(secret), once, json.dumps(once)[1:-1])
     yield json.dumps(secret, ensure_ascii=False)[1:-1]

@@ -54,7 +54,7 @@ def capture(
 
 
 def _workspace() -> Workspace | None:
-    """The workspace around the working directory."""
+    """Return the enclosing workspace, if any."""
     from pier.workspace.workspace import Workspace
 
     try:
