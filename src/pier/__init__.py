@@ -1,7 +1,7 @@
 """pier runs coding agents in sandboxes, records what they do, and grades the result so that it can be trusted.
 
-Everything that programs need is here by name: `from pier import Job, Sandbox, Gateway`. A name is loaded when it is
-first used, so that `import pier` costs nothing. `__init__.pyi` has the types.
+The public API is imported from here: `from pier import Job, Sandbox, Gateway`. A name is loaded on first use, so that
+`import pier` costs nothing. `__init__.pyi` has the types.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib import import_module
 
 __version__ = "0.2.0"
 
-_HOMES = {
+_EXPORTS = {
     "pier.api": "Job Trial",
     "pier.endpoint": "GATEWAY_PORT Endpoint",
     "pier.errors": "AgentError ArgumentError ImageError JobError PathError PierError PolicyError ProviderError "
@@ -28,20 +28,20 @@ _HOMES = {
     "pier.trial.result": "TrialResult",
     "pier.wire.turn": "Request Sampling Tokens Turn",
 }
-"""Where each name is from."""
+"""The public names of each module."""
 
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 _RENAMED = {"read_recording": "read"}
 
 
 def __getattr__(name: str) -> object:
     if name == "sandbox":
-        return import_module("pier.sandbox")  # the package, which can be called
-    if name not in _HOME_OF:
+        return import_module("pier.sandbox")  # a callable package
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME_OF[name]), _RENAMED.get(name, name))
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), _RENAMED.get(name, name))
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "sandbox", *_HOME_OF})
+    return sorted({*globals(), "sandbox", *_MODULE_OF})

@@ -1,4 +1,4 @@
-"""The program `pier`; `python -m pier` is the same. A command in a running workspace is passed on at once."""
+"""Entry point of `pier` and `python -m pier`. `pier exec` reaches a running workspace without loading the whole CLI."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def main() -> None:
             code = run_quickly(sys.argv[2:])
         except KeyboardInterrupt:
             code = 130
-        except Exception as error:  # noqa: BLE001 - the command line knows what each error means to its user
+        except Exception as error:  # noqa: BLE001 - explain_failure raises unknown errors again
             from pier.cli.main import explain_failure
 
             code = explain_failure(error)

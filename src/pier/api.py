@@ -1,4 +1,4 @@
-"""Jobs and trials for Python programs: `pier.Job` and `pier.Trial`. Everything else in `pier` is used as it is."""
+"""Jobs and trials for Python programs: `pier.Job` and `pier.Trial`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pier.wire.body import count_values, memory_of
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One try of one agent on one task, as it stands in its directory, which may be of a job that still runs."""
+    """One attempt of an agent at a task, read from its directory. Its job may still be running."""
 
     directory: Path
 
@@ -38,29 +38,29 @@ class Trial:
 
     @property
     def result(self) -> TrialResult:
-        """All that is known of a finished trial. `JobError` with code `unfinished` if it is not."""
+        """The result of a finished trial. Raises `JobError` with code `unfinished` otherwise."""
         return read_result(self.directory)
 
     @property
     def rewards(self) -> dict[str, float | int] | None:
-        """The verdict by name; None if there is none, which is not zero."""
+        """The rewards by name; None without a verdict, which is not zero."""
         return self.result.rewards
 
     @property
     def reward(self) -> float | None:
-        """The reward of that name, else the only one; None if there is none, which is not zero."""
+        """The reward named `reward`, else the only one; None without a verdict, which is not zero."""
         return main_reward(self.rewards)
 
     @property
     def trajectory(self) -> dict[str, Any] | None:
-        """The agent's steps (ATIF); None if it has none, or left something else than a file there. `RecordingTooLarge`
-        if they would take more than 2 GiB of memory."""
+        """The agent's steps (ATIF); None if the trajectory is missing or not a regular file. Raises `RecordingTooLarge`
+        if parsing it would take more than 2 GiB of memory."""
         name = "agent/trajectory.json"
         with Tree(self.directory.resolve()) as tree:
-            found = tree.find(name)
-            if not found or found.kind != "file":
+            entry = tree.find(name)
+            if not entry or entry.kind != "file":
                 return None
-            raw = tree.read(name, found.size) if found.size < MEMORY // 5 else None
+            raw = tree.read(name, entry.size) if entry.size < MEMORY // 5 else None
         if raw is None or memory_of(raw, count_values(raw)) > MEMORY:
             why = f"more than {MEMORY >> 20} MB of memory are needed"
             raise RecordingTooLarge(f"cannot read the recording {self.directory / name}: {why}")
@@ -68,12 +68,12 @@ class Trial:
 
     @property
     def recording(self) -> Recording:
-        """The model calls of the agent."""
+        """The agent's model calls."""
         return read_recording(self.directory)
 
 
 class Job:
-    """Agents on tasks. `run` runs it, or continues it if its directory is there; `trials` are its results."""
+    """A set of agents on a set of tasks. `run` runs or resumes it; `trials` are its results."""
 
     def __init__(self, config: JobConfig, *, env: Mapping[str, str] | None = None) -> None:
         self.config = config
@@ -93,7 +93,7 @@ class Job:
         jobs_dir: str | Path = "jobs",
         job_name: str | None = None,
     ) -> Job:
-        """A job of one agent, with the settings that most jobs need; a `JobConfig` has all of them. `tasks` are tasks,
+        """Return a job of one agent with the most common settings; `JobConfig` has all of them. `tasks` are tasks,
         directories of tasks, or URL#PATH of a git repository."""
         return cls(
             JobConfig(
@@ -110,7 +110,7 @@ class Job:
 
     @classmethod
     def open(cls, directory: str | Path) -> Job:
-        """A job that was run before, or is running, to read its results."""
+        """Open a running or finished job to read its results."""
         from pier.job.directory import read_config
 
         Ledger.read(Path(directory))
@@ -119,23 +119,23 @@ class Job:
         return job
 
     async def run(self, *, yes: bool = False) -> Job:
-        """Run every trial that has no result yet. `yes` lets tasks have the variables of yours that they ask for.
-        Errors of trials are in their results; what keeps the whole job from running is raised."""
+        """Run every trial that has no result yet. `yes` passes the environment variables that tasks request. Errors of
+        trials are in their results; an error that stops the whole job is raised."""
         self._directory = await run_quietly(self.config, self.env, yes=yes)
         return self
 
     @property
     def directory(self) -> Path:
         if self._directory is None:
-            raise JobError("this job was not run yet, so it has no directory", code="not-run")
+            raise JobError("this job has no directory: it was not run yet", code="not-run")
         return self._directory
 
     @property
     def trials(self) -> list[Trial]:
-        """All trials of the plan, finished or not."""
+        """All planned trials, finished or not."""
         return [Trial(self.directory / trial.name) for trial in Ledger.read(self.directory).plan.trials]
 
     @property
     def result(self) -> dict[str, Any]:
-        """The job's `result.json`: counts, rewards, pass@k, tokens and cost of each agent."""
+        """The contents of `result.json`: counts, rewards, pass@k, tokens and cost of each agent."""
         return json.loads((self.directory / "result.json").read_text())

@@ -1,8 +1,8 @@
-"""Paths that the kernel resolves below a directory without being led out of it, and walks that follow no link.
+"""Resolution of paths that cannot leave a directory, and directory walks that follow no link.
 
-Each path is resolved in one step (`openat2`), so that no link swapped in midway leads out; on kernels without it, part
-by part. Only the standard library is used, and little of it: this also serves inside of a sandbox's root, where nothing
-can be imported any more. `pier.tree` is what other code on the host's side uses.
+A path is resolved in one step (`openat2`), so that a link swapped in during the resolution cannot lead outside; on
+kernels without it, component by component. Few modules are imported, since this also runs inside a sandbox's root,
+where imports fail. Other code on the host uses `pier.tree`.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import Any
 NO_MAGICLINKS, NO_SYMLINKS, BENEATH, IN_ROOT = 0x02, 0x04, 0x08, 0x10
 DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 STRICT = NO_SYMLINKS | NO_MAGICLINKS | BENEATH
-"""How paths of a tree that is not trusted are resolved."""
+"""RESOLVE_* limits for untrusted trees."""
 READ_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 READ_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 ENTRIES = 1_000_000
-"""How many entries a tree may have."""
+"""Maximum number of entries of a tree."""
 
 _OPENAT2 = 437
 _HOLE = 4096
 _ZEROS = bytes(_HOLE)
-_HELD = 32
-"""How many directories of a walk are held open; the way up to others leads through `..`."""
+_MAX_OPEN = 32
+"""Directories that a walk keeps open; those further up are reopened through `..`."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class TreeError(Exception):
-    """A tree or a stream is not what it must be. `code` is one of not_regular, not_directory, too_large, too_deep,
-    unsafe_archive, broken_archive."""
+    """An invalid tree or stream. `code` is one of not_regular, not_directory, too_large, too_deep, unsafe_archive,
+    broken_archive."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class TreeError(Exception):
 
 
 def open_in(root: int, path: str, flags: int, resolve: int, mode: int = 0) -> int:
-    """Open `path` from the directory `root` under the given RESOLVE_* limits."""
+    """Open `path` relative to the directory `root` under the given RESOLVE_* limits."""
     how = struct.pack("QQQ", flags | os.O_CLOEXEC, mode, resolve)
     name = path.encode(errors="surrogateescape") or b"."
     if b"\0" in name:
@@ -64,7 +64,7 @@ def open_in(root: int, path: str, flags: int, resolve: int, mode: int = 0) -> in
 
 
 def open_by_parts(root: int, path: str, flags: int, mode: int) -> int:
-    """As `open_in` without links, on a kernel older than 5.6 or in a container that forbids the call."""
+    """Do the same without following links where `openat2` is missing (before Linux 5.6) or forbidden."""
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if ".." in parts:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), path)
@@ -80,8 +80,8 @@ def open_by_parts(root: int, path: str, flags: int, mode: int) -> int:
 
 
 def make_directory(root: int, path: str, resolve: int, owner: Sequence[int] | None = None) -> tuple[int, bool]:
-    """Open the directory `path`, making what is missing of it; says whether its last part was made. What is made
-    belongs to `owner` (user and group), else to this process."""
+    """Open the directory `path`, creating missing parts; also return whether its last part was created. New directories
+    belong to `owner` (user and group), by default to this process."""
     try:
         return open_in(root, path, DIRECTORY, resolve), False
     except FileNotFoundError:
@@ -93,31 +93,26 @@ def make_directory(root: int, path: str, resolve: int, owner: Sequence[int] | No
         except FileExistsError:
             pass
         else:
-            _give(last, above, owner)
+            if owner:
+                fd = os.open(last, READ_DIRECTORY, dir_fd=above)
+                try:
+                    os.fchown(fd, *owner)
+                finally:
+                    os.close(fd)
     finally:
         os.close(above)
     return open_in(root, path, DIRECTORY, resolve), True
 
 
-def _give(name: str, above: int, owner: Sequence[int] | None) -> None:
-    if owner:
-        fd = os.open(name, READ_DIRECTORY, dir_fd=above)
-        try:
-            os.fchown(fd, *owner)
-        finally:
-            os.close(fd)
-
-
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of `data`, however little the descriptor takes at once."""
+    """Write all of `data`, in several calls if needed."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 def write_sparse(fd: int, data: bytes) -> None:
-    """Write all of `data` to a new file; blocks of zeros become holes, so that what was sparse takes no space here
-    either."""
+    """Write all of `data` to a new file, with holes for blocks of zeros."""
     if _ZEROS not in data:
         write_all(fd, data)
         return
@@ -133,39 +128,39 @@ def write_sparse(fd: int, data: bytes) -> None:
 
 
 class Descent:
-    """Where a walk is. Directories on the way up are the same ones that it came by, or an ESTALE says that one
-    was moved meanwhile."""
+    """The position of a walk through a tree. Leaving a directory returns to the one it was entered from, or raises
+    ESTALE if that was moved in the meantime."""
 
     def __init__(self, top: str | int, above: int | None = None) -> None:
-        self._way = [os.open(top, READ_DIRECTORY, dir_fd=above) if isinstance(top, str) else os.dup(top)]
-        self._left: dict[int, tuple[int, int]] = {}
+        self._open = [os.open(top, READ_DIRECTORY, dir_fd=above) if isinstance(top, str) else os.dup(top)]
+        self._closed: dict[int, tuple[int, int]] = {}
 
     @property
     def here(self) -> int:
-        """The directory that the walk is in."""
-        return self._way[-1]
+        """The current directory."""
+        return self._open[-1]
 
     def enter(self, name: str) -> None:
-        self._way.append(os.open(name, READ_DIRECTORY, dir_fd=self.here))
-        far = len(self._way) - 1 - _HELD
-        if far >= 0 and self._way[far] >= 0:
-            self._left[far] = _identity(self._way[far])
-            os.close(self._way[far])
-            self._way[far] = -1
+        self._open.append(os.open(name, READ_DIRECTORY, dir_fd=self.here))
+        depth = len(self._open) - 1 - _MAX_OPEN
+        if depth >= 0 and self._open[depth] >= 0:
+            self._closed[depth] = _identity(self._open[depth])
+            os.close(self._open[depth])
+            self._open[depth] = -1
 
     def leave(self) -> None:
-        below = self._way.pop()
+        below = self._open.pop()
         try:
-            if self._way[-1] < 0:
-                self._way[-1] = os.open("..", READ_DIRECTORY, dir_fd=below)
-                if _identity(self._way[-1]) != self._left.pop(len(self._way) - 1):
+            if self._open[-1] < 0:
+                self._open[-1] = os.open("..", READ_DIRECTORY, dir_fd=below)
+                if _identity(self._open[-1]) != self._closed.pop(len(self._open) - 1):
                     raise OSError(errno.ESTALE, "a directory was moved during a walk through it")
         finally:
             os.close(below)
 
     def close(self) -> None:
-        while self._way:
-            if (fd := self._way.pop()) >= 0:
+        while self._open:
+            if (fd := self._open.pop()) >= 0:
                 os.close(fd)
 
     def __enter__(self) -> Descent:
@@ -183,38 +178,38 @@ def _identity(fd: int) -> tuple[int, int]:
 def visit(
     walk: Descent, look: Callable[[int, Any], list[tuple[str, Any]]], first: Any, missed: Callable[[Any, OSError], None]
 ) -> None:
-    """Look at a directory, and then at each below it that a look has named, with what the look gave along. `missed` is
-    called with those that cannot be opened."""
-    todo = [look(walk.here, first)]
-    while todo:
-        if not todo[-1]:
-            todo.pop()
-            if todo:
+    """Call `look` with a directory and the value `first`. It returns the subdirectories to visit, each with the value
+    for its own call. `missed` is called for those that cannot be opened."""
+    pending = [look(walk.here, first)]
+    while pending:
+        if not pending[-1]:
+            pending.pop()
+            if pending:
                 walk.leave()
             continue
-        name, given = todo[-1].pop()
+        name, value = pending[-1].pop()
         try:
             walk.enter(name)
         except OSError as error:
-            missed(given, error)
+            missed(value, error)
         else:
-            todo.append(look(walk.here, given))
+            pending.append(look(walk.here, value))
 
 
-class _Spent(Exception):
+class _OverBudget(Exception):
     """There is more to remove than was allowed."""
 
 
 def remove(path: str, above: int | None = None) -> None:
-    """Remove `path`, from the directory `above` if it is given, and all below it; already gone is fine."""
+    """Remove `path`, relative to the directory `above` if given, and everything below it. A missing path is ignored."""
     _remove_tree(path, above, itertools.count())
 
 
 def remove_some(path: str, most: int) -> bool:
-    """Remove at most `most` files and directories of `path`; whether that was all of it."""
+    """Remove at most `most` entries of `path`; return whether nothing is left."""
     try:
         _remove_tree(path, None, iter(range(most)))
-    except _Spent:
+    except _OverBudget:
         return False
     return True
 
@@ -228,37 +223,31 @@ def _remove_tree(path: str, above: int | None, budget: Iterator[int]) -> None:
         os.unlink(path, dir_fd=above)
         return
     with walk:
-        _empty(walk, budget)
+        entered: list[str] = []
+        pending = [_remove_files(walk.here, budget)]
+        while pending:
+            if pending[-1]:
+                entered.append(pending[-1].pop())
+                walk.enter(entered[-1])
+                pending.append(_remove_files(walk.here, budget))
+                continue
+            pending.pop()
+            if pending:
+                walk.leave()
+                os.rmdir(entered.pop(), dir_fd=walk.here)
     os.rmdir(path, dir_fd=above)
 
 
-def _empty(walk: Descent, budget: Iterator[int]) -> None:
-    """Remove all that is in a directory. Each directory is emptied before it is removed, so that no call is in vain."""
-    way: list[str] = []
-    todo = [_look(walk.here, budget)]
-    while todo:
-        if todo[-1]:
-            name = todo[-1].pop()
-            walk.enter(name)
-            way.append(name)
-            todo.append(_look(walk.here, budget))
-            continue
-        todo.pop()
-        if todo:
-            walk.leave()
-            os.rmdir(way.pop(), dir_fd=walk.here)
-
-
-def _look(here: int, budget: Iterator[int]) -> list[str]:
-    """Remove everything but directories, and list those."""
-    found: list[str] = []
+def _remove_files(here: int, budget: Iterator[int]) -> list[str]:
+    """Remove every entry except directories, and return the names of those."""
+    directories: list[str] = []
     with os.scandir(here) as entries:
         for entry in list(entries):
             if next(budget, None) is None:
-                raise _Spent
+                raise _OverBudget
             if entry.is_dir(follow_symlinks=False):
-                found.append(entry.name)
+                directories.append(entry.name)
             else:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(entry.name, dir_fd=here)
-    return found
+    return directories

@@ -1,6 +1,6 @@
-"""How an agent reaches its model: where to call, with which key and under which name.
+"""The address, key and model name with which an agent calls its model.
 
-The gateway makes endpoints and agents are handed them, so neither imports the other.
+The gateway creates endpoints and agents receive them, so neither imports the other.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 GATEWAY_PORT = 4000
-"""The port on a sandbox's own loopback where the gateway is served, the same in every sandbox."""
+"""Port of the gateway on the loopback of every sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One session at the gateway, as seen from inside a sandbox.
 
-    `url` has no path and no trailing slash, e.g. `http://127.0.0.1:4000`; each agent adds the path its dialect wants
-    (`/v1`, `/v1beta`, ...). `key` is the session's identity and credential; it dies with the trial.
+    `url` has no path and no trailing slash, e.g. `http://127.0.0.1:4000`; each agent adds the path of its dialect
+    (`/v1`, `/v1beta`, ...). `key` is the session's identity and credential; it is revoked when the trial ends.
     """
 
     url: str

@@ -1,25 +1,25 @@
 """Errors with blame.
 
     PierError
-    ├── UsageError       the command line, a config file or an API call is wrong
-    ├── TaskError        a task directory or dataset is wrong
-    ├── InfraError       something that agents run on failed
+    ├── UsageError       invalid command line, configuration file or API call
+    ├── TaskError        invalid task directory or dataset
+    ├── InfraError       the infrastructure below the agents failed
     │   ├── ImageError       an image cannot be found, read, pulled or built
     │   ├── SandboxError     a sandbox could not be started, reached or controlled
     │   │   ├── PolicyError  a network policy cannot be enforced here, so nothing was started
-    │   │   ├── ArgumentError   an argument of a call is wrong; also a ValueError
-    │   │   └── PathError    a path in a sandbox is missing, not allowed or not of the kind that the call needs; also
-    │   │                    an OSError: its subclasses are FileNotFoundError, PermissionError, ...
-    │   └── StorageError     this machine could not keep, read or hand on a file
+    │   │   ├── ArgumentError   invalid argument of a call; also a ValueError
+    │   │   └── PathError    a path in a sandbox is missing, denied or of the wrong type; also an OSError: its
+    │   │                    subclasses are FileNotFoundError, PermissionError, ...
+    │   └── StorageError     a file could not be stored, read or copied on this machine
     ├── AgentError       the agent program failed
     ├── ProviderError    the model provider failed
     ├── VerifierError    the verifier gave no usable verdict
     ├── JobError         a job directory is broken or owned by another process
     └── WorkspaceError   a workspace cannot be found, started or used
 
-Each error says where the fault lies (`blame`), whether doing the same again may help (`retryable`) and has a stable
-`code` for machines. Retry policy reads those three, never class names nor the text of a message. `hint` is the one
-thing a person should try next.
+Each error names the party at fault (`blame`), whether a retry may succeed (`retryable`) and a stable `code` for
+programs. Retry policy reads only those three, never class names or message texts. `hint` is the one thing a person
+should try next.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Blame = Literal["infra", "agent", "task", "user", "provider"]
 
 
 class PierError(Exception):
-    """The root of every error that pier raises on purpose."""
+    """Base class of every error that pier raises on purpose."""
 
     blame: Blame = "infra"
     retryable: bool = False
@@ -48,18 +48,15 @@ class PierError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
-        if code is not None:
-            self.code = code
-        if blame is not None:
-            self.blame = blame
-        if retryable is not None:
-            self.retryable = retryable
+        self.code = code or self.code
+        self.blame = blame or self.blame
+        self.retryable = self.retryable if retryable is None else retryable
 
     def __str__(self) -> str:
         return self.message
 
     def explain(self) -> str:
-        """The message with its hint, as a person should see it."""
+        """Return the message and the hint for people."""
         return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
 
 
@@ -94,7 +91,7 @@ class PolicyError(SandboxError):
 
 
 class ArgumentError(SandboxError, ValueError):
-    """Raised before anything is sent, so the sandbox is as it was."""
+    """Invalid argument. Raised before anything is sent, so the sandbox is unchanged."""
 
     blame = "user"
     retryable = False
@@ -102,7 +99,7 @@ class ArgumentError(SandboxError, ValueError):
 
 
 class PathError(SandboxError, OSError):
-    """A path is too long, read-only, busy, or something else than the call needs. `errno` says which."""
+    """A path is too long, read-only, busy or of the wrong type; `errno` has the reason."""
 
     blame = "user"
     retryable = False
@@ -114,7 +111,7 @@ class PathError(SandboxError, OSError):
 
 
 class DirectoryInTheWayError(PathError, IsADirectoryError):
-    """A file was to be written or removed where a directory is."""
+    """A file cannot be written or removed because the path is a directory."""
 
     code = "is_directory"
 
@@ -132,7 +129,7 @@ class MissingPathError(PathError, FileNotFoundError):
 
 
 class DeniedPathError(PathError, PermissionError):
-    """The user that a call acts as may not do that to this path."""
+    """The user of the call lacks permission for this path."""
 
     code = "permission_denied"
 

@@ -1,9 +1,9 @@
-"""Every number about many trials, defined once: means, pass@k, coverage, intervals, cost, tokens, spreads, differences.
+"""Statistics over trials, each defined once: means, pass@k, coverage, intervals, cost, tokens, spreads, differences.
 
-Other modules pass values in and show the result; a unit test looks for those that compute one themselves. A trial
-without a verdict counts in coverage and nowhere else: an infrastructure fault is never a zero. A reward has a mean for
-each of its keys; where one number is shown, it is the mean of the main reward: the key `reward`, else the only one. A
-cost is the whole cost or unknown; of a cost that is known in part, the part is shown as such.
+Other modules only show these numbers; a unit test finds those that compute their own. A trial without a verdict counts
+in coverage and nowhere else: an infrastructure fault is never a zero. Each reward key has its own mean; where one
+number is shown, it is the mean of the main reward: the key `reward`, else the only key. A cost is either complete or
+unknown; the known part of an incomplete cost is labelled as such.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ GradedTrial = tuple[str, Mapping[str, float] | None]
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """The arithmetic mean; None without values."""
-    found = list(values)
-    return math.fsum(found) / len(found) if found else None
+    """Return the arithmetic mean; None without values."""
+    numbers = list(values)
+    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 def means(tables: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean of each key over the tables that have a number for it."""
+    """Return the mean of each key over the tables that have a number for it."""
     found: dict[str, list[float]] = defaultdict(list)
     for table in tables:
         for name, value in table.items():
@@ -41,20 +41,20 @@ def means(tables: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def add_known(total: _Number | None, value: _Number | None) -> _Number | None:
-    """The sum of what is known; None if neither is."""
+    """Return the sum of the known values; None if both are unknown."""
     return total if value is None else value if total is None else total + value
 
 
 def total_cost(costs: Iterable[float | None]) -> float | None:
-    """The sum of costs; None (unknown) if one is unknown."""
+    """Return the sum of costs; None (unknown) if any is unknown."""
     known = list(costs)
     return None if None in known else math.fsum(cost or 0.0 for cost in known)
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A 95% confidence interval. `method` is `wilson` for independent 0/1 values; `clustered` where attempts of one
-    task are alike (for 0/1 values again Wilson's, with as many values as they are worth)."""
+    """A 95% confidence interval. `method` is `wilson` for independent 0/1 values, `clustered` where attempts of one
+    task are correlated (for 0/1 values: Wilson's with the effective sample size)."""
 
     low: float
     high: float
@@ -63,7 +63,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a set of trials says. The mappings go from reward key to value; `pass_at_k` from k to value."""
+    """Statistics of a set of trials. The mappings are keyed by reward; `pass_at_k` is keyed by k."""
 
     n_trials: int
     n_verdicts: int
@@ -77,19 +77,19 @@ class Summary:
 
     @property
     def coverage(self) -> float:
-        """The share of trials that have a verdict."""
+        """Share of trials with a verdict."""
         return self.n_verdicts / self.n_trials if self.n_trials else 0.0
 
     @property
     def main(self) -> tuple[float | None, Interval | None]:
-        """The mean of the main reward, and its interval."""
+        """Mean of the main reward, and its interval."""
         value = main_reward(self.mean)
         key = "reward" if "reward" in self.mean else next(iter(self.mean), "")
         return value, self.interval.get(key) if value is not None else None
 
 
 def main_reward(rewards: Mapping[str, float] | None) -> float | None:
-    """The reward that stands for all of a trial's; None if it has no verdict, or several keys and none is `reward`."""
+    """Return the reward named `reward`, else the only one; None without a verdict or if neither exists."""
     known = rewards or {}
     if "reward" in known or len(known) != 1:
         return known.get("reward")
@@ -98,7 +98,7 @@ def main_reward(rewards: Mapping[str, float] | None) -> float | None:
 
 @dataclass(slots=True)
 class Mean:
-    """The mean of the main reward, over trials as they come."""
+    """Running mean of the main reward."""
 
     total: float = 0.0
     count: int = 0
@@ -115,7 +115,7 @@ class Mean:
 
 @dataclass(slots=True)
 class Cost:
-    """What trials cost, as they come: the sum of what is known, and of how many trials it is not."""
+    """Running cost of trials: the sum of known costs, and the number of trials with an unknown cost."""
 
     known: float | None = None
     unknown: int = 0
@@ -128,7 +128,7 @@ class Cost:
 
     @property
     def total(self) -> float | None:
-        """The whole cost; None if a part of it is unknown."""
+        """The complete cost; None if part of it is unknown."""
         return None if self.unknown else self.known
 
     def __str__(self) -> str:
@@ -139,7 +139,7 @@ class Cost:
 
 @dataclass(slots=True)
 class TokenTotals:
-    """Tokens of trials, as they come: the sums of what is known, None where nothing is."""
+    """Running token counts of trials: the sums of known counts, None if all are unknown."""
 
     input: int | None = None
     cached: int | None = None
@@ -152,7 +152,7 @@ class TokenTotals:
 
 
 class EndedTrial(Protocol):
-    """A trial that ended, as far as totals need it. `fault` has a `blame`, or is None."""
+    """The attributes of an ended trial that totals need. `fault` has a `blame`, or is None."""
 
     @property
     def rewards(self) -> Mapping[str, float] | None: ...
@@ -170,7 +170,7 @@ class EndedTrial(Protocol):
 
 @dataclass(slots=True)
 class Totals:
-    """What trials add up to, as they come. `errors` counts those with an error, by blame."""
+    """Running totals over trials. `errors` counts trials with an error, by blame."""
 
     done: int = 0
     verdicts: int = 0
@@ -180,11 +180,11 @@ class Totals:
     tokens: TokenTotals = field(default_factory=TokenTotals)
     seconds: float = 0.0
     steps: tuple[int, int] | None = None
-    """Of tasks with steps: how many steps were graded, and how many there are."""
+    """Graded steps and all steps of multi-step tasks."""
 
     @property
     def cost_per_trial(self) -> float | None:
-        """None if nothing ended, or if part of the cost is unknown."""
+        """Mean cost; None if no trial ended, or if part of the cost is unknown."""
         return None if self.cost.total is None else self.cost.total / self.done
 
     @property
@@ -193,7 +193,7 @@ class Totals:
 
     @classmethod
     def of(cls, outcomes: Iterable[EndedTrial | None]) -> Totals:
-        """The totals of trials; those without an outcome are passed over."""
+        """Return the totals of trials, ignoring those without an outcome."""
         totals = cls()
         for outcome in outcomes:
             if outcome is not None:
@@ -215,7 +215,7 @@ class Totals:
 
 
 def summarise(trials: Iterable[GradedTrial]) -> Summary:
-    """All metrics of a set of trials."""
+    """Return the statistics of a set of trials."""
     by_key: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     tasks: set[str] = set()
     n_trials = n_verdicts = 0
@@ -241,7 +241,7 @@ def summarise(trials: Iterable[GradedTrial]) -> Summary:
 
 
 def describe(summary: Summary) -> dict[str, Any]:
-    """A summary as plain data."""
+    """Return a summary as plain data."""
     return {
         "n_trials": summary.n_trials,
         "n_verdicts": summary.n_verdicts,
@@ -254,7 +254,7 @@ def describe(summary: Summary) -> dict[str, Any]:
 
 
 def pass_at_k(n: int, successes: int, k: int) -> float:
-    """The unbiased estimate that at least one of k attempts succeeds, from `successes` out of `n`."""
+    """Return the unbiased estimate that at least one of k attempts succeeds, from `successes` out of `n`."""
     if not 1 <= k <= n or not 0 <= successes <= n:
         raise ValueError(f"pass@{k} cannot be estimated from {successes} successes of {n}")
     if n - successes < k:
@@ -263,12 +263,12 @@ def pass_at_k(n: int, successes: int, k: int) -> float:
 
 
 def pass_all_k(n: int, successes: int, k: int) -> float:
-    """The unbiased estimate that all of k attempts succeed, from `successes` out of `n`."""
+    """Return the unbiased estimate that all of k attempts succeed, from `successes` out of `n`."""
     return math.comb(successes, k) / math.comb(n, k)
 
 
 def _pass_table(by_key: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[int, float]:
-    """pass@k where it means something: one reward key, values 0 or 1; k up to the fewest verdicts of any task."""
+    """Return pass@k for one reward key with values 0 or 1, with k up to the fewest verdicts of any task; else empty."""
     if len(by_key) != 1:
         return {}
     groups = list(next(iter(by_key.values())).values())
@@ -286,7 +286,7 @@ def _pass_table(by_key: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[int
 
 
 def confidence(groups: Sequence[Sequence[float]]) -> Interval | None:
-    """The 95% interval of the mean of values that come in groups (attempts of one task are alike)."""
+    """Return the 95% interval of the mean of grouped values (attempts of one task are correlated)."""
     values = [value for group in groups for value in group]
     if not values:
         return None
@@ -300,8 +300,8 @@ def confidence(groups: Sequence[Sequence[float]]) -> Interval | None:
     spread = math.fsum(math.fsum(value - average for value in cluster) ** 2 for cluster in clusters)
     error = math.sqrt(spread * len(clusters) / (len(clusters) - 1)) / len(values)
     if binary:
-        worth = average * (1 - average) / error**2 if error else 0.0
-        return _wilson(average, min(max(worth, len(clusters)), len(values)), "clustered")
+        effective = average * (1 - average) / error**2 if error else 0.0
+        return _wilson(average, min(max(effective, len(clusters)), len(values)), "clustered")
     half = Z95 * error
     low, high = average - half, average + half
     if all(0 <= value <= 1 for value in values):
@@ -310,7 +310,7 @@ def confidence(groups: Sequence[Sequence[float]]) -> Interval | None:
 
 
 def _wilson(share: float, n: float, method: str) -> Interval:
-    """The interval of a share that was seen in `n` independent values, or in more that are worth `n`."""
+    """Return the Wilson interval of a share observed in `n` independent values; `n` may be an effective sample size."""
     scale = 1 + Z95**2 / n
     centre = (share + Z95**2 / (2 * n)) / scale
     half = Z95 * math.sqrt(share * (1 - share) / n + Z95**2 / (4 * n * n)) / scale
@@ -321,7 +321,7 @@ def _wilson(share: float, n: float, method: str) -> Interval:
 
 @dataclass(frozen=True, slots=True)
 class TaskDifference:
-    """How two sets of trials did on one task: the mean of the main reward in each (None without a verdict)."""
+    """The mean of the main reward on one task in two sets of trials (None without a verdict), and the difference."""
 
     task: str
     first: float | None
@@ -332,9 +332,9 @@ class TaskDifference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How the second of two sets of trials differs from the first, over the tasks on which both have a verdict.
+    """The difference between two sets of trials, over the tasks on which both have a verdict.
 
-    `p_value` is that of the exact sign test: how likely it is that wins and losses differ this much by chance."""
+    `p_value` is from the exact sign test: the probability that wins and losses differ this much by chance."""
 
     tasks: tuple[TaskDifference, ...]
     n_paired: int
@@ -348,24 +348,24 @@ class Comparison:
 def compare(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]) -> Comparison:
     """Compare two sets of trials, each given as the main rewards of every task."""
     rows = tuple(_task_difference(task, first.get(task, ()), second.get(task, ())) for task in {**first, **second})
-    found = [row.difference for row in rows if row.difference is not None]
+    differences = [row.difference for row in rows if row.difference is not None]
     bounded = all(0 <= value <= 1 for side in (first, second) for values in side.values() for value in values)
-    wins, losses = sum(value > 0 for value in found), sum(value < 0 for value in found)
+    wins, losses = sum(value > 0 for value in differences), sum(value < 0 for value in differences)
     n, fewer = wins + losses, min(wins, losses)
     sign_test = min(1.0, 2 * sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n)
     return Comparison(
         tasks=rows,
-        n_paired=len(found),
-        difference=mean(found),
-        interval=_paired(found, bounded),
+        n_paired=len(differences),
+        difference=mean(differences),
+        interval=_paired(differences, bounded),
         wins=wins,
         losses=losses,
-        p_value=sign_test if found else None,
+        p_value=sign_test if differences else None,
     )
 
 
 def _task_difference(task: str, first: Sequence[float], second: Sequence[float]) -> TaskDifference:
-    """The difference on one task. Its interval comes from those of both means (Newcombe's, for values of 0 and 1)."""
+    """Return the difference on one task. Its interval combines those of both means (Newcombe's, for 0/1 values)."""
     before, after = mean(first), mean(second)
     if before is None or after is None:
         return TaskDifference(task, before, after)
@@ -379,8 +379,8 @@ def _task_difference(task: str, first: Sequence[float], second: Sequence[float])
 
 
 def _paired(differences: Sequence[float], bounded: bool) -> Interval | None:
-    """The interval of the mean of differences between tasks. For rewards from 0 to 1 it is Bonett and Price's: one
-    task is added that was won and one that was lost, so that a few equal tasks do not look certain."""
+    """Return the interval of the mean difference. For rewards from 0 to 1 it is Bonett and Price's: one win and one
+    loss are added, so that a few equal tasks do not give an interval of width zero."""
     if len(differences) < 2:
         return None
     values = [*differences, 1.0, -1.0] if bounded else differences
@@ -393,7 +393,7 @@ def _paired(differences: Sequence[float], bounded: bool) -> Interval | None:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How values are spread: counts in bins of equal width from `low` to `high`, and quantiles."""
+    """A distribution of values: counts in bins of equal width from `low` to `high`, and quantiles."""
 
     low: float
     high: float
@@ -403,19 +403,19 @@ class Spread:
 
     @property
     def width(self) -> float:
-        """The width of a bin."""
+        """Width of a bin."""
         return (self.high - self.low) / len(self.counts)
 
 
 def spread(values: Sequence[float], bins: int = 20) -> Spread | None:
-    """The spread of values; None if there are none."""
-    found = sorted(value for value in values if math.isfinite(value))
-    if not found:
+    """Return the distribution of the finite values; None without any."""
+    finite = sorted(value for value in values if math.isfinite(value))
+    if not finite:
         return None
-    low, high = found[0], found[-1]
+    low, high = finite[0], finite[-1]
     width = (high - low) / bins
     counts = [0] * (bins if width else 1)
-    for value in found:
+    for value in finite:
         counts[min(int((value - low) / width), bins - 1) if width else 0] += 1
-    p90 = statistics.quantiles(found, n=10, method="inclusive")[-1] if len(found) > 1 else low
-    return Spread(low, high, tuple(counts), statistics.median(found), p90)
+    p90 = statistics.quantiles(finite, n=10, method="inclusive")[-1] if len(finite) > 1 else low
+    return Spread(low, high, tuple(counts), statistics.median(finite), p90)

@@ -1,14 +1,13 @@
 """Files that are either append-only or replaced atomically.
 
-A reader never sees half a file: `write` goes to a temporary file in the same directory, which is then renamed. A
-reader of a `Journal` treats a torn last line as work still owed, never as a crash.
+Readers never see half a file: `write` writes a temporary file in the same directory and renames it. Readers of a
+`Journal` treat a torn last line as unfinished work, not as an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -16,19 +15,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_numbers = itertools.count()
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 def write(path: Path, data: bytes | str, *, mode: int = 0o644, durable: bool = True) -> None:
-    """Replace `path` by `data`, all of it or not at all. `durable` waits until the data is on disk."""
+    """Replace `path` by `data` atomically. `durable` waits until the data is on disk."""
     write_parts(path, (data.encode() if isinstance(data, str) else data,), mode=mode, durable=durable)
 
 
-def write_parts(path: Path, parts: Iterable[bytes], *, mode: int = 0o644, durable: bool = False) -> None:
-    """The same for data that comes in parts."""
-    name = f"{path.parent}/.{path.name}.{os.getpid()}-{next(_numbers)}-{os.urandom(3).hex()}.tmp"
-    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def write_parts(
+    path: Path, parts: Iterable[bytes], *, mode: int = 0o644, durable: bool = False, dir_fd: int | None = None
+) -> None:
+    """Replace `path` by the joined `parts` atomically. With `dir_fd`, `path` is relative to that open directory."""
+    name = f"{path.parent}/.pier-{os.getpid()}-{os.urandom(6).hex()}.tmp"
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
     try:
         try:
             for part in parts:
@@ -40,10 +40,10 @@ def write_parts(path: Path, parts: Iterable[bytes], *, mode: int = 0o644, durabl
                 os.fsync(fd)
         finally:
             os.close(fd)
-        os.rename(name, path)  # noqa: PTH104 - several times in every trial
+        os.rename(name, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)  # noqa: PTH108
+            os.unlink(name, dir_fd=dir_fd)
         raise
 
 
@@ -53,7 +53,8 @@ def write_json(path: Path, value: Any, *, mode: int = 0o644, durable: bool = Tru
 
 
 class Journal:
-    """An append-only file of JSON lines. Each line is one `write` call, so that lines of several writers never mix."""
+    """An append-only file of JSON lines. Each line is one `write` call, so that lines of several writers never
+    interleave."""
 
     def __init__(self, path: Path, *, durable: bool = False, mode: int = 0o644) -> None:
         self.path = path
@@ -62,11 +63,11 @@ class Journal:
         self._fd: int | None = None
 
     def append(self, value: Any) -> None:
-        """Add one line; a tail torn by an earlier crash or a full disk is closed off first."""
+        """Append one line. A torn last line, left by a crash or a full disk, is terminated first."""
         self.append_lines(_encode(value).encode() + b"\n")
 
     def append_lines(self, lines: bytes) -> None:
-        """Add lines that are encoded already, each with its newline, in one `write` call."""
+        """Append encoded lines, each with its newline, in one `write` call."""
         if self._fd is None:
             self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, self._mode)
             if _is_torn(self._fd):
@@ -74,13 +75,13 @@ class Journal:
         written = os.write(self._fd, lines)
         if written != len(lines):
             self.close()
-            raise OSError(f"only {written} of {len(lines)} bytes could be written to {self.path}")
+            raise OSError(f"short write to {self.path}: {written} of {len(lines)} bytes")
         if self._durable:
             self.sync()
 
     def sync(self) -> None:
-        """Wait until all that was added is on disk."""
-        fd = self._fd  # another thread may close it
+        """Wait until all appended lines are on disk."""
+        fd = self._fd  # another thread may close the journal
         if fd is not None:
             os.fdatasync(fd)
 
@@ -97,7 +98,7 @@ def _is_torn(fd: int) -> bool:
 
 
 def is_whole(line: bytes) -> bool:
-    """Whether a line of a journal is all there: it ends, or lacks only its newline. A part of an object is none."""
+    """Whether a journal line is complete: a line with its newline, or a whole JSON object without one."""
     if line.endswith(b"\n"):
         return True
     try:
@@ -107,12 +108,12 @@ def is_whole(line: bytes) -> bool:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `name` is the name of an entry of a directory: not empty, without a slash, not `.` or `..`."""
+    """Whether `name` can name a directory entry: not empty, without a slash, not `.` or `..`."""
     return bool(name) and "/" not in name and "\0" not in name and name not in (".", "..")
 
 
 def read_journal(path: Path) -> Iterator[Any]:
-    """The values of a journal in order; lines that were torn are passed over. A missing file has none."""
+    """Yield the values of a journal in order, without torn lines. A missing file yields nothing."""
     try:
         stream = path.open("rb")
     except (FileNotFoundError, NotADirectoryError):
@@ -129,7 +130,8 @@ def read_journal(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[bool]:
-    """Hold an advisory lock on `path` (created if missing). Yields whether the lock was got (always, with `wait`)."""
+    """Hold an advisory lock on `path`, which is created if missing. Yields whether the lock was acquired: always True
+    with `wait`."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         operation = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)

@@ -1,7 +1,6 @@
-"""Frames on a control socket: how commands talk to a process that holds a sandbox.
+"""The protocol between commands and a process that keeps a sandbox running, over its control socket.
 
-A frame is one byte of kind, four of length, and the payload. The socket is in a directory of the process's own. This
-module imports next to nothing, since `pier exec` waits for it.
+A frame is one byte of kind, four of length, and the payload. Imports are minimal, since they delay `pier exec`.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ if TYPE_CHECKING:
 SOCKET = "control.sock"
 REQUEST, STDIN, STDIN_END, RESIZE, STDOUT, STDERR, EXIT, ERROR = b"Q", b"i", b"c", b"w", b"o", b"e", b"x", b"!"
 PROGRESS, SIGNAL = b"p", b"s"
-"""The frames of a line about long work, and of a signal for a command."""
+"""A progress line, and a signal for the command."""
 TAKEN = b"t"
-"""The answer to each `STDIN` when the command took it. A client waits for some before it sends more than `WINDOW`."""
+"""Acknowledges a `STDIN` frame that the command has read."""
 WINDOW = 8
+"""Maximum number of unacknowledged `STDIN` frames."""
 LARGEST = 8 << 20
 
 
 def pack(kind: bytes, payload: bytes = b"") -> bytes:
-    """One frame."""
     return kind + struct.pack("!I", len(payload)) + payload
 
 
 def unpack(buffer: bytearray) -> Iterator[tuple[bytes, bytes]]:
-    """Take the whole frames off the beginning of `buffer`; OSError for one that is too large."""
+    """Remove the complete frames from the start of `buffer` and yield them. OSError for a frame that is too large."""
     while len(buffer) >= 5:
         size = struct.unpack_from("!I", buffer, 1)[0]
         if size > LARGEST:
@@ -43,7 +42,7 @@ def unpack(buffer: bytearray) -> Iterator[tuple[bytes, bytes]]:
 
 
 def listen(directory: str) -> socket.socket:
-    """The control socket in a directory that only this user may enter; one that is left over is replaced."""
+    """Create the control socket in a directory that only this user may enter. A stale socket is replaced."""
     path = f"{directory}/{SOCKET}"
     if os.path.lexists(path):
         os.unlink(path)
@@ -54,7 +53,7 @@ def listen(directory: str) -> socket.socket:
 
 
 def dial(directory: str) -> socket.socket:
-    """A connection to the control socket in a directory; OSError if no process serves it."""
+    """Connect to the control socket in a directory; OSError if no process serves it."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         _at(directory, sock.connect)
@@ -65,7 +64,7 @@ def dial(directory: str) -> socket.socket:
 
 
 def _at(directory: str, call: Callable[[str], None]) -> None:
-    """Call with a short path of the socket, since the name of one has room for a hundred bytes."""
+    """Call with a short path to the socket: socket addresses are limited to about a hundred bytes."""
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         call(f"/proc/self/fd/{fd}/{SOCKET}")

@@ -1,4 +1,4 @@
-"""Where pier keeps what outlives one command: `$PIER_HOME`, else `$XDG_DATA_HOME/pier`, else `~/.local/share/pier`."""
+"""Directories of pier's persistent state: `$PIER_HOME`, else `$XDG_DATA_HOME/pier`, else `~/.local/share/pier`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def home_text() -> str:
-    """The directory of pier's own state, for callers that have no time to import `pathlib`."""
+    """Return `pier_home` as text, for callers that avoid the import of `pathlib`."""
     if home := os.environ.get("PIER_HOME"):
         return home
     base = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
@@ -18,24 +18,24 @@ def home_text() -> str:
 
 
 def pier_home() -> Path:
-    """The directory of pier's own state. It is not created here."""
+    """Return the directory of pier's state, which may not exist yet."""
     from pathlib import Path
 
     return Path(home_text())
 
 
 def packs_home() -> Path:
-    """Where the packs of agents are kept: `$PIER_PACKS`, else in pier's home."""
+    """Return the directory of agent packs: `$PIER_PACKS`, else `packs` in pier's home."""
     from pathlib import Path
 
     return Path(os.environ.get("PIER_PACKS") or own_packs()).absolute()
 
 
 def own_packs() -> Path:
-    """Packs in pier's home, for what cannot be kept in a store that others share."""
+    """Return the pack directory in pier's home, for packs that must not go into a shared store."""
     return pier_home() / "packs"
 
 
 def private_directories() -> tuple[Path, ...]:
-    """What pier keeps on this machine, which no sandbox may see."""
+    """Return the directories that are hidden from every sandbox."""
     return pier_home(), packs_home()

@@ -1,8 +1,8 @@
-"""Which user and group ids a sandbox of this user can have, and how a process gets into a user namespace with them.
+"""User and group id maps for this user's sandboxes, and entering a user namespace with them.
 
     root     ids 0..65535 inside are 100000..165535 outside: root inside has no rights on this machine
     subids   0 inside is this user, 1..65535 are the subordinate ids that /etc/subuid and /etc/subgid grant
-    single   0 inside is this user and there is no other id: owners and other users are fiction
+    single   0 inside is this user, and no other id exists: ownership is simulated
 
 Standard library only: the zygote and other processes without site-packages load this file too.
 """
@@ -26,7 +26,7 @@ SHIFT = 100_000
 
 @dataclass(frozen=True, slots=True)
 class IdRange:
-    """`count` ids from `inside` on, which are those from `outside` on in the parent namespace."""
+    """Maps `count` ids starting at `inside` to ids starting at `outside` in the parent namespace."""
 
     inside: int
     outside: int
@@ -35,7 +35,7 @@ class IdRange:
 
 @dataclass(frozen=True, slots=True)
 class IdMap:
-    """The ids that this user's sandboxes have. `hint` says how to get more, if more can be had."""
+    """The ids that this user's sandboxes have. `hint` is the command that grants more, if any."""
 
     mode: IdMode
     uids: tuple[IdRange, ...]
@@ -44,7 +44,7 @@ class IdMap:
 
     @classmethod
     def detect(cls) -> IdMap:
-        """What this user can have, from most to least."""
+        """Return the largest id map that this user is allowed to use."""
         uid, gid = os.geteuid(), os.getegid()
         shifted = (IdRange(0, SHIFT, COUNT),)
         if uid == 0 and _exist(shifted, "uid") and _exist(shifted, "gid"):
@@ -60,14 +60,14 @@ class IdMap:
         return cls("single", (IdRange(0, uid, 1),), (IdRange(0, gid, 1),), hint)
 
     def outside(self, uid: int) -> int:
-        """Which uid of this machine stands for `uid` inside; -1 if none does."""
+        """Return the uid on this machine that `uid` inside maps to; -1 if it is unmapped."""
         for part in self.uids:
             if part.inside <= uid < part.inside + part.count:
                 return part.outside + uid - part.inside
         return -1
 
     def write(self, pid: int, proc: str = "/proc") -> None:
-        """Give `pid`, which just entered a new user namespace, its ids. The caller stayed outside."""
+        """Write the id maps of `pid`, which just entered a new user namespace. The caller is outside of it."""
         if self.mode == "subids":
             _run_tool("newuidmap", pid, self.uids)
             _run_tool("newgidmap", pid, self.gids)
@@ -79,9 +79,9 @@ class IdMap:
 
 
 def enter(ids: IdMap) -> None:
-    """Put this process, which has one thread only, into a new user namespace with `ids`, as its root.
+    """Move this single-threaded process into a new user namespace with `ids`, as its root.
 
-    A helper process stays outside for a moment, since some maps can only be written from there.
+    A helper process stays outside to write the maps, since some can only be written from there.
     """
     pid = os.getpid()
     ready_in, ready_out = os.pipe()
@@ -111,12 +111,12 @@ def enter(ids: IdMap) -> None:
         os.close(done_in)
         os.waitpid(helper, 0)
     if not mapped:
-        raise OSError(f"the user and group ids could not be mapped ({ids.mode})")
+        raise OSError(f"cannot map user and group ids ({ids.mode})")
     become_root(ids)
 
 
 def become_root(ids: IdMap) -> None:
-    """Take id 0 of the user namespace that this process is in."""
+    """Become user and group 0 of this process's user namespace."""
     if ids.mode != "single":
         os.setgroups([])
     os.setresgid(0, 0, 0)
@@ -124,23 +124,22 @@ def become_root(ids: IdMap) -> None:
 
 
 def mapped_argv(argv: list[str]) -> list[str]:
-    """The argv of a process that enters a user namespace with this user's ids and then becomes `argv`.
+    """Return the argv of a process that enters a user namespace with this user's ids and then executes `argv`.
 
-    It keeps its pid, streams and environment, so it can be started, waited for and killed like any other.
+    Its pid, streams and environment do not change.
     """
     return [sys.executable, "-I", "-S", __file__, *argv]
 
 
 def unshare(flags: int) -> None:
-    """unshare(2)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(flags) != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"cannot make a namespace: {os.strerror(number)}")
+        raise OSError(number, f"cannot create a namespace: {os.strerror(number)}")
 
 
 def _exist(ranges: tuple[IdRange, ...], kind: str) -> bool:
-    """Whether ids exist in the user namespace that this process is in, which may itself be one with few."""
+    """Whether ids exist in this process's user namespace, which may itself have few."""
     try:
         with open(f"/proc/self/{kind}_map", encoding="utf-8") as stream:
             rows = [tuple(map(int, row.split())) for row in stream]
@@ -150,7 +149,7 @@ def _exist(ranges: tuple[IdRange, ...], kind: str) -> bool:
 
 
 def _granted(path: str, uid: int) -> tuple[IdRange, ...]:
-    """Ids 1..65535 from the ranges that the file grants to this user; empty if those are too few."""
+    """Return ids 1..65535 from the ranges that a file grants to this user; empty if they are too few."""
     names = {str(uid), _user_name(uid)}
     try:
         with open(path, encoding="utf-8") as stream:
@@ -181,11 +180,8 @@ def _rows(ranges: tuple[IdRange, ...]) -> str:
 
 
 def _put(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
+    with open(path, "wb", buffering=0) as stream:
+        stream.write(text.encode())
 
 
 def _run_tool(name: str, pid: int, ranges: tuple[IdRange, ...]) -> None:

@@ -1,14 +1,14 @@
-"""Ownership of things that outlive a process: sandboxes, mounts, cgroups, containers, networks.
+"""Ownership of resources that outlive a process: sandboxes, mounts, cgroups, containers, networks.
 
-A thing is written down *before* it exists, under the name of its owner, and struck out after it is gone. An owner is
-a running process that holds a lock on its own file; the lock dies with the process, so another one that can take it
-knows that the owner is dead and may sweep what it left. Nothing else is ever touched.
+A resource is recorded *before* it is created, under the name of its owner, and the record is deleted after the resource
+is gone. An owner is a running process that holds a lock on its own file. The kernel releases the lock when the process
+ends, so a process that can take the lock may sweep the resources of the dead owner. Nothing else is ever touched.
 
     <home>/leases/<owner>/owner.json      locked while the owner lives
-    <home>/leases/<owner>/<kind>.<id>     JSON: what a sweeper must know to destroy the thing
+    <home>/leases/<owner>/<kind>.<id>     JSON: the data needed to destroy the resource
 
-A thing whose data names a file under `keep` is not swept as long as that file holds its id, so that a later process can
-take it over. Removing the file releases it.
+A resource whose data names a file under `keep` is not swept while that file contains its id, so that a later process
+can adopt it. Removing the file releases it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pier.home import pier_home
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One thing that an owner wrote down."""
+    """The record of one resource."""
 
     owner: str
     kind: str
@@ -40,35 +40,35 @@ class Held:
 
 
 class Lease:
-    """The things of one owner, which is this process. Use as a context manager, or `close` at the end."""
+    """The resources of this process. Use as a context manager, or `close` at the end."""
 
     def __init__(self, root: Path | None = None, *, label: str = "pier") -> None:
         self.owner = f"{os.getpid()}-{secrets.token_hex(4)}"
         self.directory = (root or pier_home() / "leases") / self.owner
-        unborn = self.directory.with_name(f".{self.owner}")
-        unborn.mkdir(parents=True, mode=0o700)
-        self._fd = os.open(unborn / "owner.json", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        hidden = self.directory.with_name(f".{self.owner}")
+        hidden.mkdir(parents=True, mode=0o700)
+        self._fd = os.open(hidden / "owner.json", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         os.write(self._fd, json.dumps({"pid": os.getpid(), "label": label}).encode())
-        unborn.rename(self.directory)
+        hidden.rename(self.directory)
 
     def write(self, kind: str, id: str, data: Mapping[str, Any] | None = None) -> Held:
-        """Write a thing down; call this before creating it. Writing again replaces what is known of it."""
+        """Record a resource, before it is created. Writing again replaces its data."""
         path = self.directory / f"{kind}.{id}"
         held = Held(self.owner, kind, id, dict(data or {}), path)
         write(path, json.dumps(held.data), mode=0o600, durable=False)
         return held
 
     def strike(self, kind: str, id: str) -> None:
-        """Strike a thing out; call this after it is gone."""
+        """Delete the record of a resource, after it is gone."""
         (self.directory / f"{kind}.{id}").unlink(missing_ok=True)
 
     def held(self) -> list[Held]:
-        """What is written down now."""
+        """Return the current records."""
         return list(_read(self.directory))
 
     def close(self) -> None:
-        """Give the ownership up. What is still written down is left for a sweep."""
+        """Release ownership. Resources that are still recorded are left for a sweep."""
         if self._fd < 0:
             return
         if not self.held():
@@ -88,19 +88,31 @@ Destroy = Callable[[Held], Awaitable[None]]
 
 @dataclass(slots=True)
 class Swept:
-    """What a sweep removed, and what it could not (with the reason)."""
+    """The resources that a sweep removed, and those that it could not remove, with the reasons."""
 
     removed: list[Held] = field(default_factory=list)
     failed: list[tuple[Held, str]] = field(default_factory=list)
 
 
 async def sweep(destroyers: Mapping[str, Destroy], *, root: Path | None = None, dry_run: bool = False) -> Swept:
-    """Destroy what dead owners left. `destroyers` maps a kind to what ends one; other kinds are reported as failed."""
+    """Destroy the resources of dead owners. `destroyers` maps each kind to its destructor; other kinds are reported as
+    failed."""
     swept = Swept()
     for directory, fd in _dead_owners(root or pier_home() / "leases"):
         try:
             for held in _read(directory):
-                await _destroy(held, destroyers, swept, dry_run)
+                if is_kept(held):
+                    continue
+                if held.kind not in destroyers:
+                    swept.failed.append((held, f"no available backend can remove a {held.kind}"))
+                    continue
+                try:
+                    if not dry_run:
+                        await destroyers[held.kind](held)
+                        held.path.unlink(missing_ok=True)
+                    swept.removed.append(held)
+                except Exception as error:  # noqa: BLE001 - a failure must not stop the sweep
+                    swept.failed.append((held, str(error) or type(error).__name__))
             if not dry_run and not any(_read(directory)):
                 shutil.rmtree(directory, ignore_errors=True)
         finally:
@@ -108,25 +120,8 @@ async def sweep(destroyers: Mapping[str, Destroy], *, root: Path | None = None, 
     return swept
 
 
-async def _destroy(held: Held, destroyers: Mapping[str, Destroy], swept: Swept, dry_run: bool) -> None:
-    destroy = destroyers.get(held.kind)
-    if is_kept(held):
-        return
-    if destroy is None:
-        swept.failed.append((held, f"nothing here knows how to remove a {held.kind}"))
-        return
-    if not dry_run:
-        try:
-            await destroy(held)
-        except Exception as error:  # noqa: BLE001 - one thing that cannot be removed must not keep the others
-            swept.failed.append((held, str(error) or type(error).__name__))
-            return
-        held.path.unlink(missing_ok=True)
-    swept.removed.append(held)
-
-
 def is_kept(held: Held) -> bool:
-    """Whether a thing is to outlive its owner."""
+    """Whether a resource must outlive its owner."""
     try:
         return Path(held.data["keep"]).read_text() == held.id
     except (OSError, KeyError, TypeError, ValueError):
@@ -166,12 +161,12 @@ def _read(directory: Path) -> Iterator[Held]:
 
 
 async def close_all(works: Iterable[Awaitable[Any]]) -> None:
-    """Await all at once, to their ends. The first failure is raised, with the others as its notes."""
+    """Await all concurrently until each has ended. The first failure is raised, with the others as its notes."""
     _raise_first(await asyncio.gather(*works, return_exceptions=True))
 
 
 async def close_in_turn(*steps: Callable[[], Awaitable[Any]]) -> None:
-    """Await one after the other, all of them. The first failure is raised, with the others as its notes."""
+    """Await all steps in order, also after a failure. The first failure is raised, with the others as its notes."""
     outcomes: list[Any] = []
     for step in steps:
         outcomes += await asyncio.gather(step(), return_exceptions=True)

@@ -1,6 +1,6 @@
-"""Lookup of named parts: built-in ones by name, third parties' by entry point or by `module:Class`.
+"""Lookup of plugins (agents, backends): built in, by entry point, or as `module:Class`.
 
-Built-in parts are given as `module:attribute` strings, so that listing names imports nothing.
+Built-in plugins are `module:attribute` strings, so that listing names imports nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def load(reference: str) -> Any:
     """Import `module:attribute`."""
     module, _, attribute = reference.partition(":")
     if not module or not attribute:
-        raise UsageError(f"{reference!r} is not of the form module:attribute", code="plugin")
+        raise UsageError(f"invalid reference {reference!r}: expected module:attribute", code="plugin")
     try:
         found = importlib.import_module(module)
     except ImportError as error:
@@ -29,7 +29,7 @@ def load(reference: str) -> Any:
 
 
 def find(kind: str, name: str, built_in: Mapping[str, str]) -> Any:
-    """The part called `name`: built in, `module:Class`, or an entry point of the group `pier.<kind>s`."""
+    """Load the plugin `name`: built in, `module:Class`, or an entry point of the group `pier.<kind>s`."""
     if name in built_in:
         return load(built_in[name])
     if ":" in name:
@@ -46,13 +46,13 @@ def find(kind: str, name: str, built_in: Mapping[str, str]) -> Any:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant."""
+    """Return the known name closest to `name`, for "did you mean" hints."""
     import difflib
 
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
 
 
 def names(kind: str, built_in: Mapping[str, str]) -> list[str]:
-    """All names that `find` would take, built-in ones first."""
+    """Return all names that `find` accepts, built-in ones first."""
     others = sorted(point.name for point in entry_points(group=f"pier.{kind}s"))
     return [*built_in, *(name for name in others if name not in built_in)]

@@ -1,9 +1,9 @@
-"""Removes secrets from everything that is kept.
+"""Removal of secrets from all stored data.
 
-One `Redactor` is made from the secrets of a job (`pier.secret` says which values are). It finds each of them as it
-stands, quoted for a URL, escaped for JSON or HTML (also several times over), as hex or UTF-16, and inside base64, also
-if that is broken into lines; and each line of one that has several, which an indentation would tear apart. A
-`StreamRedactor` also finds a secret that is split over the pieces of a stream, or over the text fields of JSON lines.
+A `Redactor` is built from the secrets of a job (`pier.secret` classifies values). It finds each secret as plain text,
+URL-quoted, escaped for JSON or HTML (also repeatedly), as hex or UTF-16, and inside base64, including wrapped base64.
+Lines of a multi-line secret are also found one by one, since indentation separates them. A `StreamRedactor` also finds
+a secret that is split over the chunks of a stream, or over the text fields of JSON lines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,47 +27,43 @@ REDACTED = "[REDACTED]"
 _MARK = REDACTED.encode()
 _CHUNK = 1024 * 1024
 _LONGEST_LINE = 256 * 1024
-"""A longer line is not read as JSON."""
-_LONG = 256
-"""All beginnings of a longer secret would take much memory."""
+"""Longer lines are not parsed as JSON."""
 _LINE = 16
-"""A shorter line of a secret that has several is not looked for without the others."""
-_MOST_KNOWN = 4096
+"""Shorter lines of a multi-line secret are not searched for one by one."""
+_CACHED_TEXTS, _CACHED_SIZE = 4096, 256
 _DEEPEST = 64
-_PART = 4
-"""How much of a core is looked up in short texts."""
 _WRAPPED_MOST = 128
-"""How long the lines of wrapped base64 may be."""
+"""Maximum length of the lines of wrapped base64."""
 _WRAP = rb"(?:\r?\n|\\{1,8}(?:r\\{1,8})?n)[ \t]{0,16}"
 _WRAPS = (re.compile(_WRAP), re.compile(_WRAP + rb"\+"))
 _ENCODED = rb"[A-Za-z0-9+/_-]"
 _LINE_OF_IT = rb"(?:%b{%d,}+|(?<=%b)%b*+)" % (_ENCODED, WRAPPED_LEAST, re.escape(_MARK), _ENCODED)
 _WRAPPED = re.compile(rb"(?<!%b)(?:%b%b)+%b+" % (_ENCODED, _LINE_OF_IT, _WRAP, _ENCODED))
 _WRAPPED_END = re.compile(rb"%b(?:%b\+?|\r)?\Z" % (_LINE_OF_IT, _WRAP))
-"""Base64 in lines, as `base64` and MIME write it; in a diff, each begins with one more plus."""
+"""Base64 in lines, as written by `base64` and MIME; in a diff, each line begins with a plus."""
 _TOKEN_FIELDS = ("logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs", "logprobsResult")
-"""Fields that spell a text once more, token by token."""
+"""Fields that repeat a text token by token."""
 
 
 class Redactor:
-    """Replaces secrets in text, bytes, nested values and files. Without secrets it does nothing and is false."""
+    """Replaces secrets in text, bytes, nested values and files. Without secrets it is false and changes nothing."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        given = list(secrets)
-        lines = {line.strip() for secret in given if "\n" in secret for line in secret.splitlines()}
-        random = {line for line in lines if len(line) >= _LINE and looks_random(line)}
-        wanted = {secret for secret in (*given, *random) if not is_never_secret(secret)}
-        self._secrets = [compile_secret(secret) for secret in sorted(wanted, key=lambda secret: (-len(secret), secret))]
-        forms = {form for secret in wanted for form in forms_of(secret)}
-        self._begins = {form[:size] for form in forms for size in range(1, min(len(form), _LONG + 1))}
-        self._long = [form for form in forms if len(form) > _LONG]
-        self._known: dict[str, int] = {}
-        self._shortest = min(map(len, wanted), default=0)
-        self._parts = _parts(self._secrets)
-        self._cores = sum(len(secret.cores) for secret in self._secrets)
+        candidates = list(secrets)
+        lines = {line.strip() for secret in candidates if "\n" in secret for line in secret.splitlines()}
+        candidates += [line for line in lines if len(line) >= _LINE and looks_random(line)]
+        values = {secret for secret in candidates if not is_never_secret(secret)}
+        self._secrets = [compile_secret(secret) for secret in sorted(values, key=lambda secret: (-len(secret), secret))]
+        forms = {form for secret in values for form in forms_of(secret)}
+        self._longest_form = max(map(len, forms), default=0)
+        self._forms = defaultdict[str, list[str]](list)
+        for form in forms:
+            self._forms[form[:1]].append(form)
+        self._cache: dict[str, int] = {}
+        self._shortest = min(map(len, values), default=0)
         self.longest = max((secret.longest for secret in self._secrets), default=0)
-        self.has_lines = any("\n" in secret for secret in wanted)
-        """Whether a secret has several lines, as private keys do."""
+        self.has_lines = any("\n" in secret for secret in values)
+        """Whether a secret has several lines, such as a private key."""
 
     def __bool__(self) -> bool:
         return bool(self._secrets)
@@ -75,41 +71,32 @@ class Redactor:
     def data(self, data: bytes) -> bytes:
         if not self._secrets:
             return data
-        near = self._near(data)
-        for secret in near:
+        candidates = self._candidates(data)
+        for secret in candidates:
             data = secret.pattern.sub(_MARK, data)
 
         def clean(block: re.Match[bytes]) -> bytes:
             for wrap in _WRAPS:
                 joined = cleaned = wrap.sub(b"", block[0])
-                for secret in near:
+                for secret in candidates:
                     cleaned = secret.pattern.sub(_MARK, cleaned)
                 if cleaned != joined:
                     return cleaned
             return block[0]
 
-        return _WRAPPED.sub(clean, data) if near else data
+        return _WRAPPED.sub(clean, data) if candidates else data
 
-    def _near(self, data: bytes) -> list[Secret]:
-        """The secrets that may be in `data`. In a short text it takes less time to look up each part of the text than
-        to look for each core."""
-        if len(data) < self._shortest:
-            return []
-        if len(data) > self._cores:
-            return [secret for secret in self._secrets if secret.may_be_in(data)]
-        found = set(self._parts.get(0, {}).get(b"", ()))
-        for size, parts in self._parts.items():
-            for part in parts.keys() & {data[at : at + size] for at in range(len(data) - size + 1)}:
-                found.update(parts[part])
-        return [secret for number in sorted(found) if (secret := self._secrets[number]).may_be_in(data)]
+    def _candidates(self, data: bytes) -> list[Secret]:
+        """Return the secrets that may occur in `data`."""
+        return [secret for secret in self._secrets if secret.may_be_in(data)] if len(data) >= self._shortest else []
 
     def text(self, text: str) -> str:
-        """`text` without secrets, and without what cannot be written as UTF-8: names of files need not be text."""
+        """Return `text` without secrets, with surrogates escaped: file names need not be valid UTF-8."""
         data = text.encode(errors="backslashreplace")
         return text if text.isascii() and not self._secrets else self.data(data).decode()
 
     def value(self, value: Any) -> Any:
-        """The same for all texts in lists and dicts, keys included."""
+        """Remove secrets from all texts in nested lists and dicts, including keys."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):
@@ -119,39 +106,33 @@ class Redactor:
         return value
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where secrets stand in a text, in order and without overlaps."""
-        if len(text) * 4 < self._shortest:
-            return []
+        """Return the spans of secrets in a text, in order and without overlaps."""
         data, spans = text.encode(errors="surrogatepass"), list[tuple[int, int]]()
-        if not (near := self._near(data)):
-            return spans
-        found = (found.span() for secret in near for found in secret.pattern.finditer(data))
-        for start, end in sorted(found):
+        matches = (match.span() for secret in self._candidates(data) for match in secret.pattern.finditer(data))
+        for start, end in sorted(matches):
             if spans and start < spans[-1][1]:
                 start, end = spans[-1][0], max(end, spans.pop()[1])
             spans.append((start, end))
         return spans if text.isascii() else _in_characters(data, spans)
 
     def begun(self, text: str) -> int:
-        """How many characters at the end of a text may be the beginning of a secret."""
-        known = self._known.get(text)
-        if known is None:
-            known = max(
-                (size for size in range(min(len(text), _LONG), 0, -1) if text[-size:] in self._begins), default=0
-            )
-            known = max((known, *(_overlap(text, form) for form in self._long if len(text) > _LONG)))
-            if len(self._known) < _MOST_KNOWN and len(text) < _LONG:
-                self._known[text] = known
-        return known
+        """Return the number of characters at the end of a text that may be the beginning of a secret."""
+        if (size := self._cache.get(text)) is None:
+            size = min(len(text), self._longest_form)
+            while size and not any(form.startswith(text[-size:]) for form in self._forms.get(text[-size], ())):
+                size -= 1
+            if len(self._cache) < _CACHED_TEXTS and len(text) < _CACHED_SIZE:
+                self._cache[text] = size
+        return size
 
     def tree(self, tree: Tree, *, mode: int | None = None) -> None:
-        """Remove secrets from all files, names and links of a tree that came out of a sandbox: no link is followed.
-        `mode` becomes the mode of each file. A file that cannot be rewritten is removed, and its error is raised in
-        the end."""
+        """Remove secrets from all files, names and link targets of an untrusted tree, without following links. `mode`
+        becomes the mode of each file. A file that cannot be rewritten is removed, and its error is raised at the
+        end."""
         if not self and mode is None:
             return
         failed: OSError | None = None
-        named: list[str] = []
+        to_rename: list[str] = []
         for entry in tree.entries(limit=sys.maxsize):
             try:
                 self._clean_entry(tree, entry, mode)
@@ -160,9 +141,9 @@ class Redactor:
                 tree.unlink(entry.path)
             name = entry.path.rpartition("/")[2]
             if self and self.text(name) != name:
-                named.append(entry.path)
-        for place in reversed(named):
-            with tree.reached(place) as path:
+                to_rename.append(entry.path)
+        for entry_path in reversed(to_rename):
+            with tree.reached(entry_path) as path:
                 if os.path.lexists(path):
                     path.rename(_unused(path.with_name(self.text(path.name))))
         if failed is not None:
@@ -175,16 +156,16 @@ class Redactor:
                     path.unlink()
                     path.symlink_to(self.text(entry.leads))
             elif entry.kind != "other":
-                found = stat.S_IMODE(path.lstat().st_mode)
-                readable = found | (stat.S_IRWXU if entry.kind == "directory" else stat.S_IRUSR)
-                wanted = mode if mode is not None and entry.kind == "file" else readable
-                if wanted != found:
-                    path.chmod(wanted)
+                current = stat.S_IMODE(path.lstat().st_mode)
+                readable = current | (stat.S_IRWXU if entry.kind == "directory" else stat.S_IRUSR)
+                new = mode if mode is not None and entry.kind == "file" else readable
+                if new != current:
+                    path.chmod(new)
                 if self and entry.kind == "file" and any(changed for _, changed in self._cleaned(tree, entry.path)):
-                    tree.write(entry.path, (part for part, _ in self._cleaned(tree, entry.path)), wanted)
+                    tree.write(entry.path, (part for part, _ in self._cleaned(tree, entry.path)), new)
 
     def _cleaned(self, tree: Tree, path: str) -> Iterator[tuple[bytes, bool]]:
-        """A file's content in parts, and whether something was removed so far."""
+        """Yield the redacted content of a file in parts, each with whether anything was removed so far."""
         with tree.open(path) as stream:
             chunk = stream.read(_CHUNK)
             clean = StreamRedactor(self, lines=b"\0" not in chunk[:8192])
@@ -199,26 +180,8 @@ def _unused(path: Path) -> Path:
     return next(each for each in itertools.chain((path,), more) if not os.path.lexists(each))
 
 
-def _parts(secrets: list[Secret]) -> dict[int, dict[bytes, list[int]]]:
-    """One part of each core, by their sizes, and which secrets have it."""
-    found: dict[int, dict[bytes, list[int]]] = {}
-    for number, secret in enumerate(secrets):
-        for core in secret.cores:
-            part = core[:_PART]
-            found.setdefault(len(part), {}).setdefault(part, []).append(number)
-    return found
-
-
-def _overlap(text: str, form: str) -> int:
-    """How many characters, more than `_LONG`, at the end of a text a form begins with."""
-    at = text.find(form[:_LONG], max(0, len(text) - len(form) + 1))
-    while at >= 0 and not form.startswith(text[at:]):
-        at = text.find(form[:_LONG], at + 1)
-    return len(text) - at if at >= 0 else 0
-
-
 def _in_characters(data: bytes, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans of a text's bytes as spans of its characters."""
+    """Convert spans of bytes to spans of characters."""
     places, last, count = list[int](), 0, 0
     for place in itertools.chain.from_iterable(spans):
         count += len(data[last:place].decode(errors="surrogatepass"))
@@ -229,7 +192,7 @@ def _in_characters(data: bytes, spans: list[tuple[int, int]]) -> list[tuple[int,
 
 @dataclass(slots=True)
 class _Piece:
-    """A text in a JSON line, and the dict or list that it stands in."""
+    """A text in a JSON line, and the dict or list that contains it."""
 
     line: _Line
     text: str
@@ -243,7 +206,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Line:
-    """A line that may have to wait for the next ones. `waits` counts the pieces in which a secret may have begun."""
+    """A line that may depend on later ones. `waits` counts the pieces in which a secret may have begun."""
 
     raw: bytes
     before: bytes = b""
@@ -260,31 +223,30 @@ class _Line:
 
 
 _Texts = dict[tuple[object, ...], list[_Piece]]
-"""The texts of a line at each place."""
+"""The texts of a line by their place in the JSON value."""
 
 
 @dataclass(slots=True)
 class StreamRedactor:
-    """Removes secrets from bytes that come in pieces. Of the end, as much is held back as a secret may begin in.
+    """Removes secrets from a stream of bytes. Holds back the end of the data in which a secret may begin.
 
-    With `lines`, each line with a JSON object in it (as server-sent events and logs of agents have) is read: texts at
-    the same place of following lines, at most half a mebibyte apart, are one text that may hold a secret. A line in
-    which something was removed loses its token ids and log-probs as well, since these spell the same text; with
-    `drop_tokens`, every line does.
+    With `lines`, each line that contains a JSON object (server-sent events, logs of agents) is parsed: texts at the
+    same place of consecutive lines, at most half a mebibyte apart, are searched as one text. A line from which a secret
+    was removed also loses its token ids and log-probs, since these repeat the text; with `drop_tokens`, every line
+    does.
     """
 
     redactor: Redactor
     lines: bool = True
     drop_tokens: bool = False
     is_whole: bool = False
-    """The bytes are one JSON value, however many lines it has; nothing comes out before the end."""
+    """Treat all bytes as one JSON value and return everything at the end."""
     found: bool = False
-    """Whether something was removed."""
+    """Whether anything was removed."""
     _held: bytes = b""
     _rest: bytes = b""
     _waiting: list[_Line] = field(default_factory=list)
-    _waits: int = 0
-    """Their size."""
+    _waiting_size: int = 0
     _open: _Texts = field(default_factory=dict)
 
     def feed(self, data: bytes) -> bytes:
@@ -301,21 +263,21 @@ class StreamRedactor:
 
     @property
     def _reach(self) -> int:
-        """How far before its end a secret may begin, with the start of the line of base64 that it stands in."""
+        """Maximum distance from the end of a secret to the start of its line of base64."""
         return self.redactor.longest + _WRAPPED_MOST
 
     def _ends_wrapped(self, data: bytes) -> bool:
-        """Whether the next line may go on with base64 that began in this one."""
+        """Whether the data ends in wrapped base64 that the next line may continue."""
         end = self._rest[-_WRAPPED_MOST:] + data[-_WRAPPED_MOST:]
         return bool(self.redactor) and _WRAPPED_END.search(end) is not None
 
     def close(self) -> bytes:
-        """What is left, at the end."""
+        """Return the remaining data at the end of the stream."""
         out = b"" if self.is_whole else self._read(self._held)
         if self._rest:
             self._take(self._cut(self._rest))
         out += b"".join(line.render() for line in self._waiting)
-        self._held, self._rest, self._waiting, self._open, self._waits = b"", b"", [], {}, 0
+        self._held, self._rest, self._waiting, self._open, self._waiting_size = b"", b"", [], {}, 0
         return out
 
     def _cut(self, data: bytes) -> bytes:
@@ -326,7 +288,7 @@ class StreamRedactor:
     def _read(self, data: bytes) -> bytes:
         if not self.lines:
             return data
-        seen = max(0, len(self._rest) - self._reach)  # no secret that ends in `data` begins before
+        seen = max(0, len(self._rest) - self._reach)  # secrets that end in `data` begin after this
         clean, head = self._cut(self._rest[seen:] + data), self._rest[:seen]
         *whole, self._rest = clean.splitlines(keepends=True) or [b""]
         if whole:
@@ -340,19 +302,19 @@ class StreamRedactor:
             whole, self._rest = [*whole, self._rest[:cut]], self._rest[cut:]
         for line in whole:
             self._take(line)
-        self._waits += sum(map(len, whole))
-        if self._waits > _CHUNK:
+        self._waiting_size += sum(map(len, whole))
+        if self._waiting_size > _CHUNK:
             self._give_up()
-        waits = (place for place, line in enumerate(self._waiting) if line.waits)
+        waits = (index for index, line in enumerate(self._waiting) if line.waits)
         ready = next(waits, len(self._waiting)) if self._open else len(self._waiting)
         out = b"".join(line.render() for line in self._waiting[:ready])
-        self._waits -= sum(len(line.raw) for line in self._waiting[:ready])
+        self._waiting_size -= sum(len(line.raw) for line in self._waiting[:ready])
         del self._waiting[:ready]
         return out
 
     def _give_up(self) -> None:
-        """Join no more texts that begin in a line that is more than half a mebibyte back."""
-        after, late = self._waits, set[int]()
+        """Stop joining texts that begin in a line more than half a mebibyte back."""
+        after, late = self._waiting_size, set[int]()
         for line in self._waiting:
             after -= len(line.raw)
             if after <= _CHUNK // 2:
@@ -384,13 +346,13 @@ class StreamRedactor:
                 self._join(place, pieces)
 
     def _begins(self, raw: bytes) -> bool:
-        """Whether a secret may have begun in a text of a JSON line without escapes. This spares reading most lines."""
+        """Whether a secret may begin in a text of a JSON line without escapes. Avoids parsing most lines."""
         parts = raw.decode(errors="replace").split('"')
         values = (text for text, after in zip(parts[1::2], parts[2::2], strict=False) if after[:1] != ":")
         return any(map(self.redactor.begun, values))
 
     def _join(self, place: tuple[object, ...], pieces: list[_Piece]) -> None:
-        """Look at the texts of a line together with what came before them at the same place."""
+        """Search the texts of a line together with earlier ones at the same place."""
         if place in self._open:
             before = self._open.pop(place)
             for each in before:
@@ -416,7 +378,7 @@ _DECODE = json.JSONDecoder().decode
 
 
 def _parse(data: bytes) -> Any:
-    """A JSON object, or several with commas between them as a list."""
+    """Parse a JSON object, or several separated by commas as a list."""
     text = data.decode(errors="surrogatepass")
     try:
         return _DECODE(text)
@@ -425,7 +387,7 @@ def _parse(data: bytes) -> Any:
 
 
 def _replace(pieces: list[_Piece], spans: list[tuple[int, int]]) -> None:
-    """Replace parts of the text that the pieces make up. The mark stands in the piece in which a part begins."""
+    """Replace spans of the joined text of the pieces. The mark goes into the piece in which a span begins."""
     left, at = deque(spans), 0
     for piece in pieces:
         text, begin, at = piece.text, at, at + len(piece.text)
@@ -446,8 +408,8 @@ _SCALAR = (str, int, type(None))
 
 
 def _find_texts(line: _Line, value: Any, place: tuple[object, ...], depth: int, found: _Texts) -> None:
-    """Add all texts of a JSON value by where they are, but for their places in lists. A value that is nested too deep
-    is a `ValueError`."""
+    """Collect all texts of a JSON value by place; positions in lists are ignored. Raises `ValueError` for a value that
+    is nested too deeply."""
     if depth > _DEEPEST:
         raise ValueError("nested too deep")
     is_dict = isinstance(value, dict)
@@ -463,7 +425,7 @@ def _find_texts(line: _Line, value: Any, place: tuple[object, ...], depth: int, 
 
 
 def without_tokens(value: Any) -> Any:
-    """A JSON value without token ids and log-probs."""
+    """Return a JSON value without token ids and log-probs."""
     if isinstance(value, dict):
         return {key: without_tokens(each) for key, each in value.items() if key not in _TOKEN_FIELDS}
     return [without_tokens(each) for each in value] if isinstance(value, list) else value

@@ -1,9 +1,9 @@
-"""Decides which values are secret, and knows the forms that a secret takes in text.
+"""Classification of secret values, and the encodings of a secret in text.
 
-A value is secret when the name of its variable looks like one (`API_KEY`, `DB_PASSWORD`), or when the user gave it to a
-trial (`--ae`, `--ve`, `--env-file`, a task's `${NAME}`) and it looks random. So are the password of a URL, its
-parameters with such names, what follows `Bearer`, and what follows a flag with such a name. Short values, numbers,
-words, and names of models and files are never secret, whatever their variable is called: they stand in ordinary text,
+A value is secret if the name of its variable looks like it (`API_KEY`, `DB_PASSWORD`), or if the user passed it to a
+trial (`--ae`, `--ve`, `--env-file`, a task's `${NAME}`) and it looks random. The password of a URL, URL parameters with
+such names, the word after `Bearer`, and the value of a flag with such a name are secret too. Short values, numbers,
+words, and names of models and files are never secret, whatever the name of their variable: they occur in ordinary text,
 and removing them would damage it.
 """
 
@@ -23,7 +23,7 @@ SHORTEST = 8
 HIDDEN = "****"
 TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?\}", re.DOTALL)
 _AFTER_SCHEME = re.compile(rf"(?:[A-Za-z]{{1,12}} )?{TEMPLATE.pattern}", re.DOTALL)
-"""A template, also after the scheme of a header: `Bearer ${TOKEN}`."""
+"""A template, optionally after the scheme of a header: `Bearer ${TOKEN}`."""
 
 _NAME = re.compile(
     r"KEY|SECRET|TOKEN(?!S)|PASSW|PASSPHRASE|CREDENTIAL|AUTH(?!OR(?!IZ))|COOKIE|BEARER|(?:^|_)PASS(?:$|_)|_PWD$",
@@ -70,11 +70,11 @@ FORMS: dict[str, str] = {
     "bearer token": r"(?i)(?<=bearer )[A-Za-z0-9._~+/-]{20,}=*",
     "password in a URL": r"(?<=://)[^/?#@\s\"'\\]{1,200}:[^/?#@\s\"'\\]{1,200}(?=@)",
 }
-"""What has the form of a secret, by its name in reports."""
+"""Patterns of well-known secrets, by their names in reports."""
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a variable, header or parameter of this name most likely holds a secret."""
+    """Whether a variable, header or parameter of this name probably holds a secret."""
     return _NAME.search(name) is not None
 
 
@@ -94,7 +94,7 @@ def is_never_secret(value: str) -> bool:
 
 
 def looks_random(value: str) -> bool:
-    """Whether a value has a part that people do not make up: letters and digits mixed, long digits, odd letters."""
+    """Whether part of a value looks machine-generated: mixed letters and digits, long numbers, odd letter sequences."""
     return any(_is_random(chunk) for chunk in re.findall(r"[A-Za-z0-9]+", value)) or (
         _PASSPHRASE.fullmatch(value) is not None
     )
@@ -111,7 +111,7 @@ def _is_random(chunk: str) -> bool:
 
 
 def is_secret(name: str, value: str, *, given: bool = False) -> bool:
-    """Whether the value of a variable is secret. `given` says that the user gave it to a trial."""
+    """Whether the value of a variable is secret. `given` means that the user passed it to a trial."""
     if is_never_secret(value):
         return False
     if looks_secret(name):
@@ -121,7 +121,7 @@ def is_secret(name: str, value: str, *, given: bool = False) -> bool:
 
 
 def secrets_in_text(text: str) -> Iterator[str]:
-    """The secrets that stand inside a text: in URLs, after `Bearer`, and after flags such as `--api-key`."""
+    """Yield the secrets inside a text: in URLs, after `Bearer`, and after flags such as `--api-key`."""
     for found in _URL.findall(text):
         yield from _in_url(found)
     yield from (found[1] for found in _BEARER.finditer(text))
@@ -133,8 +133,8 @@ def _in_url(url: str) -> Iterator[str]:
         parts = urlsplit(url)
     except ValueError:
         return
-    who, at, _ = parts.netloc.rpartition("@")
-    user, colon, password = who.partition(":")
+    userinfo, at, _ = parts.netloc.rpartition("@")
+    user, colon, password = userinfo.partition(":")
     found = [password] if colon else [user] if at and looks_random(user) else []
     for part in re.split("[&;]", f"{parts.query}&{parts.fragment}"):
         name, equals, value = part.partition("=")
@@ -146,8 +146,8 @@ def _in_url(url: str) -> Iterator[str]:
 
 
 def secret_values(env: Mapping[str, str], environ: Mapping[str, str], *, given: bool = False) -> Iterator[str]:
-    """The secrets that the variables of `env` hold, or that their templates stand for. A template makes its value one
-    that the user gave."""
+    """Yield the secrets in the variables of `env`, after filling templates. Values from templates count as passed by
+    the user."""
     for name, value in env.items():
         match = _AFTER_SCHEME.fullmatch(value)
         real = environ.get(match[1], match[2] or "") if match else value
@@ -161,7 +161,8 @@ def secret_values(env: Mapping[str, str], environ: Mapping[str, str], *, given: 
 
 
 def secrets_in(value: Any, environ: Mapping[str, str], name: str = "", *, given: bool = False) -> Iterator[str]:
-    """The secrets that a configuration holds or stands for. Its tables named `env` and `headers` are the user's."""
+    """Yield the secrets in a configuration, after filling templates. Its tables `env` and `headers` count as passed by
+    the user."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from secrets_in(each, environ, str(key), given=given or name in ("env", "headers"))
@@ -174,29 +175,30 @@ def secrets_in(value: Any, environ: Mapping[str, str], name: str = "", *, given:
 
 
 def env_on_disk(env: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """`env` as it may be written down: templates stay, a secret literal becomes a template or is hidden."""
+    """Return `env` for writing to disk: templates stay, secret literals become templates or are hidden."""
     return {name: value_on_disk(name, value, environ, given=True) for name, value in env.items()}
 
 
 def value_on_disk(name: str, value: str, environ: Mapping[str, str], *, given: bool = False) -> str:
-    """One value as it may be written down."""
+    """Return one value for writing to disk."""
     if not value or _AFTER_SCHEME.fullmatch(value) or not (looks_secret(name) or is_secret(name, value, given=given)):
         return value
     return f"${{{name}}}" if environ.get(name) == value else HIDDEN
 
 
 WRAPPED_LEAST = 48
-"""How long the lines of wrapped base64 are at least."""
+"""Minimum length of the lines of wrapped base64."""
 _ESCAPES = 8
-"""How many backslashes may escape a character: as many as three times JSON writes."""
+"""Maximum number of backslashes before an escaped character: JSON encoded three times."""
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
-"""Characters that stand for themselves in every encoding."""
+"""Characters that no text encoding escapes."""
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"}
 
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """One secret: texts of which each of its forms has one, a pattern for all of them, and the size of the largest."""
+    """A compiled secret: a pattern that matches all its encodings, and the length of the longest. Every encoding
+    contains one of the `cores`."""
 
     cores: tuple[bytes, ...]
     pattern: re.Pattern[bytes]
@@ -210,7 +212,7 @@ class Secret:
 
 
 def compile_secret(secret: str) -> Secret:
-    """What finds a secret. The cores are looked for first, which is many times as fast as the pattern."""
+    """Compile a secret for matching. Searching for the cores first is many times faster than the pattern alone."""
     escaped = [_character(found[2], len(found[1])) for found in _CHARACTERS.finditer(secret)]
     patterns = ["".join(pattern for pattern, _ in escaped)]
     longest = sum(size for _, size in escaped)
@@ -231,7 +233,7 @@ def compile_secret(secret: str) -> Secret:
 
 
 def _others(secret: str) -> list[bytes]:
-    """A secret as hex and as UTF-16."""
+    """Return a secret as hex and as UTF-16."""
     digits = secret.encode(errors="surrogatepass").hex().encode()
     return [digits, digits.upper(), *(secret.encode(f"utf-16-{end}", errors="surrogatepass") for end in ("le", "be"))]
 
@@ -240,8 +242,8 @@ _CHARACTERS = re.compile(r"(?=.)(\\*)([^\\]?)", re.DOTALL)
 
 
 def _character(character: str, slashes: int = 0) -> tuple[str, int]:
-    """A pattern for one character of a secret in any encoding, and the most bytes that it may take. The backslashes
-    before it are matched together with those that escape it: no text can be divided between them in several ways."""
+    """Return a pattern for one character of a secret in any encoding, and its maximum size in bytes. The backslashes
+    before it are matched together with those that escape it, so that a text has only one match (no backtracking)."""
     if slashes:
         after, size = _character(character) if character else ("", 0)
         coded = rf"(?:\\{{1,{_ESCAPES}}}+u(?i:005c)){{{slashes}}}|(?:%(?:25)?(?i:5c)){{{slashes}}}"
@@ -256,7 +258,7 @@ def _character(character: str, slashes: int = 0) -> tuple[str, int]:
 
 
 def _as_escaped(character: str, slashes: int) -> Iterator[str]:
-    """Patterns for a character, if there is one, after backslashes that may be escaped."""
+    """Yield patterns for an optional character after backslashes, which may be escaped themselves."""
     before = rf"\\{{{slashes},{(_ESCAPES + 1) * slashes}}}+" if slashes else ""
     if not character or _PLAIN.fullmatch(character):
         yield before + re.escape(character)
@@ -277,7 +279,7 @@ def _as_escaped(character: str, slashes: int) -> Iterator[str]:
 
 
 def _base64(secret: str) -> Iterator[str]:
-    """What is the same in every base64 text that holds the secret, for each place where it may begin."""
+    """Yield the base64 characters that depend on the secret alone, for each alignment to groups of three bytes."""
     raw = secret.encode(errors="surrogatepass")
     for pad, skipped in enumerate((0, 2, 3)):
         encoded = base64.b64encode(b"\0" * pad + raw).decode().rstrip("=")
@@ -286,7 +288,7 @@ def _base64(secret: str) -> Iterator[str]:
 
 
 def forms_of(secret: str) -> Iterator[str]:
-    """The forms in which a secret may be split over pieces."""
+    """Yield the encodings of a secret that may be split over the chunks of a stream."""
     once = json.dumps(secret)[1:-1]
     yield from (secret, quote(secret, safe=""), quote_plus(secret), once, json.dumps(once)[1:-1])
     yield json.dumps(secret, ensure_ascii=False)[1:-1]

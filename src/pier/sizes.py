@@ -1,4 +1,4 @@
-"""Sizes and tables as people write and read them."""
+"""Parsing and formatting of sizes, and alignment of tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def parse_size(text: str, where: str) -> int:
-    """The bytes that a size such as 500M or 20G means. `where` names the flag or key in the error."""
+    """Parse a size such as 500M or 20G into bytes. `where` names the flag or key in the error."""
     number = text.strip().lower().removesuffix("b").removesuffix("i")
     unit = number[-1:] if number[-1:] in _UNITS and not number[-1:].isdigit() else ""
     try:
@@ -24,7 +24,7 @@ def parse_size(text: str, where: str) -> int:
 
 
 def size_text(size: float) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes, such as 1.5 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
@@ -33,8 +33,8 @@ def size_text(size: float) -> str:
 
 
 def columns(*rows: Sequence[object]) -> list[str]:
-    """Rows of cells as lines, with the cells one below the other. A cell may have several lines. Columns of numbers
-    below a heading go to the right; None is shown as `-`."""
+    """Align rows of cells in columns and return the lines. A cell may have several lines. Numeric columns are
+    right-aligned below their heading; None is shown as `-`."""
     texts = [["-" if cell is None else str(cell) for cell in row] for row in rows]
     cells = [line for row in texts for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue="")]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

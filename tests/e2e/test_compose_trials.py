@@ -288,7 +288,7 @@ def test_state_is_kept_of_main_alone_and_never_beside_services(docker: Engine, t
         pier("job", "regrade", f"jobs/{name}", cwd=tmp_path)
         assert rewards_of(tmp_path / "jobs" / f"{name}-regrade") == [1]
     refused = pier("job", "regrade", "jobs/beside", cwd=tmp_path, code=2).stderr
-    assert "tasks with several services keep none: task" in " ".join(refused.split())
+    assert "tasks with several services is not kept: task" in " ".join(refused.split())
     (trial,) = trials_of(tmp_path / "jobs" / "beside")
     assert "no state is kept" in (trial / "trial.log").read_text() and not (trial / "state").exists()
 

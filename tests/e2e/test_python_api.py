@@ -56,8 +56,8 @@ def test_every_name_has_a_type_and_is_there() -> None:
     typed |= {ast.unparse(node.targets[0]) for node in stub.body if isinstance(node, ast.Assign)}
     names = {name for name in dir(pier) if not name.startswith("_")}
     assert {name for name in typed if name and not name.startswith("_")} <= names
-    assert {*pier._HOME_OF, "sandbox"} <= typed  # type: ignore[attr-defined]
-    for name in pier._HOME_OF:  # type: ignore[attr-defined]
+    assert {*pier._MODULE_OF, "sandbox"} <= typed  # type: ignore[attr-defined]
+    for name in pier._MODULE_OF:  # type: ignore[attr-defined]
         assert getattr(pier, name) is not None
     with pytest.raises(AttributeError, match="nonsense"):
         pier.nonsense  # type: ignore[attr-defined]  # noqa: B018

@@ -394,7 +394,7 @@ def test_summaries_of_a_workspace(base: Path, tmp_path: Path) -> None:
     (place / "2026-01-01_00-00-00" / "result.json").write_text(
         (trial / "result.json").read_text().replace('"reward": 0', '"reward": 1')
     )
-    assert "nothing failed" in pier("summarize", cwd=tmp_path / "ws").stdout
+    assert "no failed trials" in pier("summarize", cwd=tmp_path / "ws").stdout
 
 
 def test_tasks_are_checked_by_rules_runs_and_a_rubric(base: Path, tmp_path: Path) -> None:

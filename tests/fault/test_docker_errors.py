@@ -132,7 +132,7 @@ async def test_an_image_that_nobody_has_is_the_users_fault_and_not_asked_for_aga
         write_tasks(tmp_path, TOML)
         done = pier(*RUN, "--image", reference, cwd=tmp_path, code=1, DOCKER_HOST=guarded.engine.url)
         told = pier("image", "pull", "--env", "docker", reference, cwd=tmp_path, code=2, DOCKER_HOST=guarded.engine.url)
-    assert "again in" not in done.stderr
+    assert "retrying in" not in done.stderr
     for fault in faults(tmp_path):
         assert (fault["blame"], fault["code"], fault["retryable"]) == ("user", "not_found", False)
         assert "the engine cannot pull" in fault["exception_message"] and "registry: " in fault["exception_message"]

@@ -65,7 +65,7 @@ async def test_what_cannot_be_removed_stays_written_down_with_the_reason(tmp_pat
     swept = await sweep({"thing": destroy}, root=tmp_path)
     assert {held.id: reason for held, reason in swept.failed} == {
         "a": "busy",
-        "x": "nothing here knows how to remove a odd",
+        "x": "no available backend can remove a odd",
     }
     again = await sweep({"thing": destroy}, root=tmp_path, dry_run=True)
     assert [held.id for held in again.removed] == ["a"]

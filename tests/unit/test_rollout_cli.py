@@ -58,8 +58,8 @@ def test_flags_of_vf_eval(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
         ("--resume", "unsupported flag --resume of vf-eval", "-o DIR"),
         ("-e configs/endpoints.toml", "unsupported registry of endpoints configs/endpoints.toml", "--base-url URL"),
         ("--tokens", "--tokens needs --base-url", "providers.toml"),
-        ("--header x", "expected 'Name: Value', got 'x'", "--help"),
-        ("--env-args []", "expected a JSON object, got '[]'", "--help"),
+        ("--header x", "invalid value 'x' for --header: expected 'Name: Value'", "--help"),
+        ("--env-args []", "invalid value '[]' for --env-args: expected a JSON object", "--help"),
         ('-S {"typo":1}', "unsupported sampling argument 'typo'", ""),
         ('-S {"extra_body":{"min_p":0.1}}', "unsupported sampling argument 'min_p'", ""),
     ],
@@ -85,5 +85,5 @@ def test_samples_of_rollouts_that_are_done_are_not_left_out_silently(
     assert run(tmp_path, "-n", "2", *flags) == 0
     assert run(tmp_path, "-n", "3", *flags) == 2
     said = capsys.readouterr().err
-    assert "2 rollouts of" in said and "their samples are not there" in said
+    assert "2 rollouts in" in said and "their samples were not kept" in said
     assert run(tmp_path, "-n", "3", "-o", str(tmp_path / "out")) == 0

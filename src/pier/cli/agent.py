@@ -1,4 +1,4 @@
-"""`pier agent`: the agents that pier knows, and the packs that bring them into sandboxes."""
+"""`pier agent`: the known agents, and the packs that install them in sandboxes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from pier.sizes import columns
 
 @click.group()
 def agent() -> None:
-    """Build and look at agent packs."""
+    """Build and inspect agent packs."""
 
 
 def _described(name: str) -> dict[str, Any]:
-    """The facts about one agent and its pack."""
     from pier.agent.contract import find_agent
     from pier.agent.pack import PackStore
 
@@ -41,7 +40,7 @@ def _described(name: str) -> dict[str, Any]:
 @agent.command("list")
 @JSON
 def list_(as_json: bool) -> None:
-    """List the agents and whether their packs are built."""
+    """List the agents and the state of their packs."""
     from pier.agent.contract import agent_names
 
     rows = [_described(name) for name in agent_names()]
@@ -60,7 +59,7 @@ def show(name: str, as_json: bool) -> None:
     """Show one agent: its dialect, its options and its pack."""
     row = _described(name.partition("@")[0])
     pack = row["pack"] or {}
-    lines = [f"{row['name']}", f"  dialect   {row['dialect'] or 'none: it calls no model'}"]
+    lines = [row["name"], f"  dialect   {row['dialect'] or 'none: it calls no model'}"]
     lines += [f"  options   {', '.join(row['options']) or 'none'}"]
     lines += [f"  {key:9} {value}" for key, value in pack.items() if value is not None]
     echo(row, as_json, lines)
@@ -70,7 +69,7 @@ def show(name: str, as_json: bool) -> None:
 @click.argument("names", nargs=-1, required=True, metavar="NAME[@VERSION]...")
 @JSON
 def pack(names: tuple[str, ...], as_json: bool) -> None:
-    """Build the packs of agents, so that the first run need not; what is built already is left as it is."""
+    """Build the packs of agents before their first run. Existing packs are kept."""
     import asyncio
 
     from pier.agent.contract import pack_spec
@@ -91,7 +90,7 @@ def pack(names: tuple[str, ...], as_json: bool) -> None:
 @click.argument("names", nargs=-1, required=True, metavar="NAME[@VERSION]...")
 @JSON
 def rm(names: tuple[str, ...], as_json: bool) -> None:
-    """Delete the packs of agents; without a version all versions of them."""
+    """Remove the packs of agents, by default all versions."""
     from pier.agent.contract import pack_spec
     from pier.agent.pack import PackStore
 
@@ -109,7 +108,7 @@ def rm(names: tuple[str, ...], as_json: bool) -> None:
 @agent.command()
 @JSON
 def doctor(as_json: bool) -> None:
-    """Check whether packs can be built here, and whether the built ones are intact."""
+    """Check existing packs and the requirements for building packs."""
     from pier.agent.pack.store import check_packs
 
     findings = check_packs()

@@ -1,4 +1,4 @@
-"""`pier doctor`: what this machine can do, what is missing, and the command that fixes it."""
+"""`pier doctor`: the capabilities of this machine, missing requirements, and the commands that fix them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pier.cli.main import JSON, echo
+from pier.errors import PierError
 
 if TYPE_CHECKING:
     from pier.sandbox.contract import Finding
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def doctor(as_json: bool) -> None:
     """Check this machine and suggest fixes.
 
-    The exit code is 1 when no backend can start sandboxes.
+    Exits with 1 if no backend can start sandboxes.
     """
     found = asyncio.run(_examine())
     usable = any(_is_usable(rows) for rows in found.values())
@@ -34,18 +35,17 @@ def doctor(as_json: bool) -> None:
 
 
 def usable_backends() -> dict[str, bool]:
-    """Each built-in backend, and whether it can start sandboxes here."""
+    """Return each built-in backend, and whether it can start sandboxes on this machine."""
     return {name: _is_usable(rows) for name, rows in asyncio.run(_examine()).items()}
 
 
 def _is_usable(rows: list[Finding]) -> bool:
-    """A backend that tried to start a sandbox is as good as that went; of others everything must be well."""
+    """Whether starting a sandbox succeeded or, if it was not tried, all checks passed."""
     tried = [one.ok for one in rows if one.subject == "sandboxes"]
     return all(tried or [one.ok for one in rows])
 
 
 async def _examine() -> dict[str, list[Finding]]:
-    from pier.errors import PierError
     from pier.lease import Lease
     from pier.sandbox import BACKENDS, open_backend
     from pier.sandbox.contract import Finding

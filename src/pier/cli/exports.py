@@ -1,7 +1,7 @@
 """Variables to export, or files to write, so that an agent on this machine calls a gateway.
 
-They are those of a trial with the same agent: the variables that an agent gets because of its
-model's address. For agents that read a file instead, its content is shown.
+They are the variables that the agent gets in a trial for the address of its model. For agents that read a configuration
+file instead, its content is shown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pier.errors import UsageError
 
 
 def exports(endpoint: Endpoint) -> list[str]:
-    """Lines for a shell, by agent; an endpoint without a model leaves each agent to its own."""
+    """Return lines for a shell, grouped by agent. Without a model in the endpoint, agents use their defaults."""
     lines = ["# OpenAI, Anthropic and Gemini clients"]
     known = endpoint_variables(endpoint).items()
     lines += _lines({name: value for name, value in known if not name.startswith("PIER_")})
@@ -27,7 +27,7 @@ def exports(endpoint: Endpoint) -> list[str]:
         try:
             agent = find_agent(name)()
         except UsageError:
-            continue  # it needs a package that is not here
+            continue  # a package of the agent is not installed
         if agent.dialect is not None:
             words = _BY_HAND[name](endpoint) if name in _BY_HAND else ""
             lines += [f"# {name}{words}", *_lines(_variables(agent, endpoint))]
@@ -39,7 +39,7 @@ def _lines(variables: dict[str, str]) -> list[str]:
 
 
 def _variables(agent: Agent, endpoint: Endpoint) -> dict[str, str]:
-    """The variables that the agent's program gets only because its model has a custom address."""
+    """Return the variables that the agent gets only for a model with a custom address."""
     if agent.name == "mini-swe-agent":
         return {"OPENAI_API_KEY": endpoint.key, "OPENAI_API_BASE": f"{endpoint.url}/v1"}
     without = agent.launch(AgentRun("", "/")).env
@@ -48,7 +48,7 @@ def _variables(agent: Agent, endpoint: Endpoint) -> dict[str, str]:
 
 
 def _file(name: str, endpoint: Endpoint) -> Any:
-    """The content of the one file that holds the address of the agent's model."""
+    """Return the content of the agent's file with the address of its model."""
     named = endpoint if endpoint.model else replace(endpoint, model="MODEL")
     files = find_agent(name)().launch(AgentRun("", "/", endpoint=named)).files
     return next(json.loads(file.data) for file in files if endpoint.url.encode() in file.data)

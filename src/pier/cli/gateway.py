@@ -1,4 +1,4 @@
-"""`pier gateway`: the gateway alone in front of any agent on this machine, and a look at what was recorded."""
+"""`pier gateway`: a standalone gateway for any agent on this machine, and the inspection of recordings."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pier.cli.main import JSON, echo
+from pier.cli.options import COUNT, EXISTING, PATH, PORT, POSITIVE
+from pier.errors import UsageError
 from pier.sizes import columns
 
 if TYPE_CHECKING:
     from pier.record.reader import Call
 
 T = TypeVar("T")
-_ABOVE_0 = click.FloatRange(0, min_open=True)
 
 
 @click.group()
@@ -28,28 +29,20 @@ def gateway() -> None:
 @gateway.command()
 @click.option("-m", "--model", help="Serve every call with this model: PROVIDER/NAME, script:PATH or replay:PATH.")
 @click.option("--upstream", help="Address or name of the provider, e.g. http://127.0.0.1:8000/v1.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port",
-    default=4000,
-    type=click.IntRange(0, 65535),
-    show_default=True,
-    help="Port to listen on; 0 takes a free one.",
-)
-@click.option("--unix", type=click.Path(path_type=Path), help="Listen on this unix socket too.")
-@click.option("-o", "--recording", type=click.Path(path_type=Path), help="File to record to, e.g. calls.jsonl.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", default=4000, type=PORT, help="Port to listen on; 0 takes a free one.")
+@click.option("--unix", type=PATH, help="Listen on this unix socket too.")
+@click.option("-o", "--recording", type=PATH, help="File to record to, e.g. calls.jsonl.")
 @click.option("--tokens", is_flag=True, help="Ask for token ids and log-probs (vLLM) and record them.")
 @click.option("--closed-book", is_flag=True, help="Remove web search and other hosted tools from requests.")
-@click.option("--max-turns", "turns", type=click.IntRange(1), help="Stop after N model calls.")
-@click.option(
-    "--max-tokens", "total_tokens", type=click.IntRange(1), help="Stop after N tokens, input and output together."
-)
-@click.option("--max-cost", "cost_usd", type=_ABOVE_0, help="Stop after N US dollars.")
-@click.option("--max-seconds", "wall_time", type=_ABOVE_0, help="Stop N seconds after the first call.")
-@click.option("--rpm", "requests_per_minute", type=click.IntRange(1), help="Allow at most N requests a minute.")
+@click.option("--max-turns", "turns", type=COUNT, help="Stop after N model calls.")
+@click.option("--max-tokens", "total_tokens", type=COUNT, help="Stop after N tokens, input and output together.")
+@click.option("--max-cost", "cost_usd", type=POSITIVE, help="Stop after N US dollars.")
+@click.option("--max-seconds", "wall_time", type=POSITIVE, help="Stop N seconds after the first call.")
+@click.option("--rpm", "requests_per_minute", type=COUNT, help="Allow at most N requests a minute.")
 @click.option("--metrics", help="Serve Prometheus metrics at HOST:PORT or at the path of a unix socket.")
 def serve(**options: Any) -> None:
-    """Serve one session until interrupted, and print what to export for each agent."""
+    """Serve one session until interrupted. Prints the variables to export for each agent."""
     import asyncio
 
     try:
@@ -59,41 +52,24 @@ def serve(**options: Any) -> None:
 
 
 async def _serve(
-    *,
-    model: str | None,
-    upstream: str | None,
-    host: str,
-    port: int,
-    unix: Path | None,
-    recording: Path | None,
-    tokens: bool,
-    closed_book: bool,
-    metrics: str | None,
-    **limits: Any,
+    model: str | None, host: str, port: int, unix: Path | None, metrics: str | None, **limits: Any
 ) -> None:
     import asyncio
     import signal
     from contextlib import AsyncExitStack
 
     from pier.cli.exports import exports
-    from pier.errors import UsageError
     from pier.gateway import Budget, Gateway
     from pier.gateway.metrics import metrics_served
 
+    settings = {name: limits.pop(name) for name in ("upstream", "recording", "tokens", "closed_book")}
     async with Gateway() as running, AsyncExitStack() as stack:
         try:
-            session = running.session(
-                model,
-                upstream=upstream,
-                budget=Budget(**limits),
-                recording=recording,
-                tokens=tokens,
-                closed_book=closed_book,
-                labels={"by": "pier gateway serve"},
-            )
+            session = running.session(model, **settings, budget=Budget(**limits), labels={"by": "pier gateway serve"})
         except OSError as error:
             hint = "-o PATH in a directory that you may write to"
-            raise UsageError(f"{recording} cannot be written: {error}", hint=hint, code="recording") from None
+            message = f"{settings['recording']} cannot be written: {error.strerror}"
+            raise UsageError(message, hint=hint, code="recording") from None
         url = await _opened(f"{host}:{port}", "--port 0 takes a free one", running.serve(host, port))
         if unix:
             await _opened(str(unix), "--unix PATH in a directory that you may write to", running.serve_unix(unix))
@@ -109,9 +85,7 @@ async def _serve(
 
 
 async def _opened(address: str, hint: str, opening: Coroutine[Any, Any, T]) -> T:
-    """The result of `opening`; a `UsageError` if the address cannot be used."""
-    from pier.errors import UsageError
-
+    """Return the result of `opening`; raise a `UsageError` if the address cannot be used."""
     try:
         return await opening
     except (OSError, OverflowError) as error:
@@ -122,7 +96,7 @@ async def _opened(address: str, hint: str, opening: Coroutine[Any, Any, T]) -> T
 @click.argument("address")
 @JSON
 def metrics(address: str, as_json: bool) -> None:
-    """Print the metrics of a gateway that serves them at HOST:PORT or at the path of a unix socket."""
+    """Print the metrics of a gateway. ADDRESS is HOST:PORT or the path of a unix socket."""
     import asyncio
 
     from pier.gateway.metrics import fetch
@@ -131,13 +105,12 @@ def metrics(address: str, as_json: bool) -> None:
 
 
 @gateway.command()
-@click.argument("path", type=click.Path(exists=True, path_type=Path))
+@click.argument("path", type=EXISTING)
 @click.argument("number", type=int, required=False)
 @JSON
 @click.option("--all", "every", is_flag=True, help="Show probes and token counts too, not only generations.")
 def show(path: Path, number: int | None, as_json: bool, every: bool) -> None:
-    """Print the calls of a recording or a trial; with NUMBER, all of that one call."""
-    from pier.errors import UsageError
+    """Print the calls of a recording or a trial. With NUMBER, one call in full."""
     from pier.trial.bounded import read_back_now
 
     rows, closed, whole = read_back_now(_read_calls, path, number, every)
@@ -155,7 +128,7 @@ def show(path: Path, number: int | None, as_json: bool, every: bool) -> None:
 def _read_calls(
     path: Path, number: int | None, every: bool, most: int | None
 ) -> tuple[list[dict[str, Any]], str | None, dict[str, Any] | None]:
-    """A row for each call, why the session was closed, and all of the call with a number."""
+    """Return a row for each call, the reason why the session was closed, and the call with `number` in full."""
     from pier.record.reader import read
 
     found = read(path, most)

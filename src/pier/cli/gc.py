@@ -1,4 +1,4 @@
-"""`pier gc`: remove what dead runs left behind, and images beyond the store's budget."""
+"""`pier gc`: remove leftovers of dead runs, and images beyond the store's budget."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pier.cli.main import JSON, echo
+from pier.errors import PierError
 from pier.sizes import parse_size, size_text
 
 if TYPE_CHECKING:
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @JSON
 def gc(max_size: str | None, dry_run: bool, as_json: bool) -> None:
-    """Remove what dead runs left behind, and images that were not used for longest.
+    """Remove leftovers of dead runs, and the least recently used images.
 
-    Each sandbox, container and network was recorded by its owner before it was created; those of an owner that still
-    runs are kept. Of the image store, build caches and then images that can be pulled or built again are removed until
-    it fits the budget. The exit code is 1 when something could not be removed.
+    Each sandbox, container and network was recorded by its owner before it was created; those of running owners are
+    kept. From the image store, build caches and then images that can be pulled or built again are removed until it fits
+    the budget. Exits with 1 if something could not be removed.
     """
     swept, images = asyncio.run(_collect(max_size, dry_run))
     verb = "would remove" if dry_run else "removed"
@@ -58,12 +59,12 @@ async def _collect(max_size: str | None, dry_run: bool) -> tuple[Swept, Collecte
     store = ImageStore()
     if not store.root.is_dir():
         return swept, await collect(store)
-    limit = default_budget(store) if max_size is None else limit
+    if limit is None:
+        limit = default_budget(store)
     return swept, await collect(store, max_size=limit, keep_imports=True, dry_run=dry_run)
 
 
 async def _sweep(dry_run: bool) -> Swept:
-    from pier.errors import PierError
     from pier.lease import Lease, sweep
     from pier.sandbox import BACKENDS, open_backend
 

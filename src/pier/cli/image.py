@@ -1,4 +1,4 @@
-"""`pier image`: import, pull, build, list, look at and remove images."""
+"""`pier image`: import, pull, build, list, inspect and remove images."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from pier.cli.main import JSON, echo
+from pier.cli.options import PATH
+from pier.errors import ImageError
 from pier.sizes import columns, parse_size, size_text
 
 if TYPE_CHECKING:
@@ -20,12 +22,12 @@ if TYPE_CHECKING:
     from pier.image.model import Image
     from pier.image.store import ImageStore
 
-_say = partial(click.echo, err=True)
+_progress = partial(click.echo, err=True)
 _env = click.option(
     "--env",
     type=click.Choice(["local", "docker"]),
     default="local",
-    help="Where the images are: pier's own store, or a Docker engine.",
+    help="Location of the images: pier's store, or a Docker engine.",
 )
 
 
@@ -33,22 +35,22 @@ _env = click.option(
 def image() -> None:
     """Import, pull, build and remove images.
 
-    An image is what the root of a sandbox is made from. `host`, this machine's own root, is built in.
+    An image is the root file system of a sandbox. `host`, this machine's own root, is built in.
     """
 
 
 @image.command(name="import")
 @click.argument("source", required=False, type=click.Path(path_type=Path, allow_dash=True))
 @click.argument("name", required=False)
-@click.option("--from-docker", metavar="IMAGE", help="Take an image from the Docker engine.")
+@click.option("--from-docker", metavar="IMAGE", help="Import an image from the Docker engine.")
 @JSON
 def import_(source: Path | None, name: str | None, from_docker: str | None, as_json: bool) -> None:
-    """Import a root file system (tar or directory), a docker-archive or an OCI layout.
+    """Import a root file system, a docker-archive or an OCI layout.
 
-    SOURCE may be `-` for a tar on stdin. With --from-docker the first argument is the new name, if one is wanted.
+    SOURCE is a tar file or a directory, or `-` for a tar on stdin. With --from-docker, the optional first argument is
+    the new name.
     """
     if from_docker is not None:
-        from pier.errors import ImageError
         from pier.image.importing import take_from_engine
 
         made = asyncio.run(take_from_engine(_store(), from_docker, str(source) if source else None))
@@ -58,7 +60,7 @@ def import_(source: Path | None, name: str | None, from_docker: str | None, as_j
         raise click.UsageError("missing SOURCE or --from-docker")
     else:
         made = asyncio.run(_import(source, name))
-    _tell(made, as_json)
+    _print_image(made, as_json)
 
 
 async def _import(source: Path, name: str | None) -> Image:
@@ -80,33 +82,33 @@ async def _import(source: Path, name: str | None) -> Image:
 @_env
 @JSON
 def pull(name: str, quiet: bool, env: str, as_json: bool) -> None:
-    """Pull an image from its registry; with `--env docker` have the Docker engine pull it."""
+    """Pull an image from its registry. With `--env docker`, into the Docker engine."""
     from pier.image.importing import pull_image
     from pier.sandbox.docker.images import pull_there
 
-    tell = None if quiet else _say
-    work = pull_there(name, tell) if env == "docker" else pull_image(_store(), name, on_progress=tell)
-    _tell(asyncio.run(work), as_json)
+    on_progress = None if quiet else _progress
+    work = pull_there(name, on_progress) if env == "docker" else pull_image(_store(), name, on_progress=on_progress)
+    _print_image(asyncio.run(work), as_json)
 
 
 @image.command()
-@click.argument("context", default=".", type=click.Path(path_type=Path))
-@click.option("--file", "dockerfile", type=click.Path(path_type=Path), help="Default: CONTEXT/Dockerfile.")
-@click.option("--tag", help="The image's name.")
-@click.option("--build-arg", "build_args", multiple=True, metavar="NAME=VALUE", help="The value of an ARG.")
-@click.option("--target", help="The stage to build, instead of the last one.")
-@click.option("--network", type=click.Choice(["public", "none"]), default="public", help="What RUN and ADD may reach.")
+@click.argument("context", default=".", type=PATH)
+@click.option("--file", "dockerfile", type=PATH, help="Default: CONTEXT/Dockerfile.")
+@click.option("--tag", help="Name of the image.")
+@click.option("--build-arg", "build_args", multiple=True, metavar="NAME=VALUE", help="Value of an ARG; repeatable.")
+@click.option("--target", help="Stage to build, instead of the last one.")
+@click.option("--network", type=click.Choice(["public", "none"]), default="public", help="Network of RUN and ADD.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @JSON
 def build(
     context: Path,
     dockerfile: Path | None,
-    tag: str | None,
     build_args: tuple[str, ...],
-    target: str | None,
     network: Literal["public", "none"],
     quiet: bool,
     as_json: bool,
+    tag: str | None,
+    target: str | None,
 ) -> None:
     """Build an image from a Dockerfile, without a daemon."""
     from pier.image.build import build_image
@@ -127,12 +129,12 @@ def build(
                 build_args=values,
                 runner=runner,
                 network=NetworkPolicy(network),
-                on_progress=None if quiet else _say,
+                on_progress=None if quiet else _progress,
                 tag=tag,
                 target=target,
             )
 
-    _tell(asyncio.run(work()), as_json)
+    _print_image(asyncio.run(work()), as_json)
 
 
 @image.command(name="list")
@@ -140,7 +142,7 @@ def build(
 @_env
 @JSON
 def list_(cached: bool, env: str, as_json: bool) -> None:
-    """List the images of the store, or those that pier brought to the Docker engine."""
+    """List images. With `--env docker`, those that pier added to the Docker engine."""
     if env == "docker":
         _list_engine(as_json)
     elif cached:
@@ -150,7 +152,7 @@ def list_(cached: bool, env: str, as_json: bool) -> None:
         rows = [_summary(store, record) for record in store.list()]
         heads = ("IMAGE", "DIGEST", "LAYERS", "SIZE", "FROM")
         cells = [(r["reference"], r["digest"][7:19], r["layers"], size_text(r["size"]), r["origin"]) for r in rows]
-        none = ["no images yet; `host` is always there. Try: pier image import ROOTFS.tar NAME"]
+        none = ["no images except the built-in `host`; try: pier image import ROOTFS.tar NAME"]
         echo(rows, as_json, columns(heads, *cells) if rows else none)
 
 
@@ -160,7 +162,7 @@ def _list_cached(as_json: bool) -> None:
     rows = asyncio.run(list_cached(_store()))
     cells = [(row["kind"], size_text(row["size"]), row["used"], row["name"]) for row in rows]
     total = size_text(sum(row["size"] for row in rows))
-    last = f"{total} in all; pier image gc --max-size SIZE keeps what was used last" if rows else "nothing is kept"
+    last = f"{total} in total; to keep only the last used: pier image gc --max-size SIZE" if rows else "no build caches"
     echo(rows, as_json, [*columns(*cells), last])
 
 
@@ -171,7 +173,7 @@ def _list_engine(as_json: bool) -> None:
 
     found = asyncio.run(list_pier_images())
     cells = [(one.reference, one.id[7:19], size_text(one.size), "in use" if one.in_use else "") for one in found]
-    none = ["pier has brought no images to the Docker engine"]
+    none = ["the Docker engine has no images from pier"]
     echo([asdict(one) for one in found], as_json, columns(*cells) or none)
 
 
@@ -179,7 +181,7 @@ def _list_engine(as_json: bool) -> None:
 @click.argument("name")
 @JSON
 def inspect(name: str, as_json: bool) -> None:
-    """Show an image: its layers and the settings that a sandbox starts with."""
+    """Show the layers and settings of an image."""
     store = _store()
     if name == "host":
         found = asyncio.run(store.resolve(name))
@@ -200,7 +202,7 @@ def inspect(name: str, as_json: bool) -> None:
 @click.argument("names", nargs=-1, required=True)
 @JSON
 def rm(names: tuple[str, ...], as_json: bool) -> None:
-    """Remove images, and the layers that nothing else needs."""
+    """Remove images and their unshared layers."""
     store = _store()
     for name in names:
         asyncio.run(store.remove(name))
@@ -208,16 +210,16 @@ def rm(names: tuple[str, ...], as_json: bool) -> None:
 
 
 @image.command()
-@click.option("--max-size", help="Remove the least recently used until the rest fits, such as 20G.")
+@click.option("--max-size", help="Remove the least recently used until the rest fits in this size, such as 20G.")
 @click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @_env
 @JSON
 def gc(max_size: str | None, dry_run: bool, env: str, as_json: bool) -> None:
-    """Remove what is half made or not needed, and with a budget what was not used for longest: first what only makes
-    builds faster, then images.
+    """Remove incomplete and unreferenced files. With --max-size, also the least recently used build caches, then
+    images.
 
-    With `--env docker`: the images that pier brought to the engine and that no container uses, oldest first, and,
-    without a budget, its volumes with copies of packs. What others brought there is never touched.
+    With `--env docker`: the images that pier added to the engine and that no container uses, oldest first, and, without
+    --max-size, its volumes with copies of packs. Other images are never touched.
     """
     from dataclasses import asdict
 
@@ -266,6 +268,6 @@ def _summary(store: ImageStore, record: ImageRecord) -> dict[str, Any]:
     }
 
 
-def _tell(made: Image, as_json: bool) -> None:
+def _print_image(made: Image, as_json: bool) -> None:
     value = {"reference": made.reference, "digest": made.digest, "layers": [str(path) for path in made.layers]}
     echo(value, as_json, [f"{made.reference}  {made.digest}"])

@@ -1,4 +1,4 @@
-"""`pier job`: look at, compare, follow, stop, resume, retry, regrade and remove jobs."""
+"""`pier job`: inspect, compare, follow, stop, resume, retry, regrade and remove jobs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import click
 
 from pier.cli.main import JSON, echo
+from pier.cli.options import COUNT, PATH, combine
 from pier.cli.run import JOBS_DIR, HarborCommand, JobPath, LimitsCommand, given_settings, run
+from pier.errors import UsageError
 
 _JOB_PATH = "pier.job_path"
 
@@ -20,8 +22,8 @@ def _job(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path
     return found
 
 
-DIRECTORIES = click.argument("directories", metavar="JOB...", type=JobPath(), nargs=-1, required=True)
-DIRECTORY = click.argument("directory", metavar="JOB", type=JobPath(), required=False, callback=_job)
+JOBS = click.argument("directories", metavar="JOB...", type=JobPath(), nargs=-1, required=True)
+JOB = click.argument("directory", metavar="JOB", type=JobPath(), required=False, callback=_job)
 JOB_PATH = click.option(
     "-p",
     "--job-path",
@@ -30,23 +32,22 @@ JOB_PATH = click.option(
     expose_value=False,
     callback=lambda ctx, param, value: ctx.meta.__setitem__(_JOB_PATH, value),
 )
-"""Harbor's spelling of the argument. Click handles options that are given before arguments, and eager ones
-(`JOBS_DIR`) before both."""
+"""Harbor's spelling of the argument. Click processes options before arguments, and eager options (`JOBS_DIR`) first."""
 
 
-def _again(function: Any) -> Any:
-    """The parameters of a command that runs trials of a job again."""
-    env_file = click.option("--env-file", type=click.Path(dir_okay=False), help="A file of NAME=value lines.")
-    concurrent = click.option("-n", "--n-concurrent", type=click.IntRange(1), help="How many trials run at once.")
-    quiet = click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
-    for part in (JSON, quiet, env_file, concurrent, JOBS_DIR, JOB_PATH, DIRECTORY):
-        function = part(function)
-    return function
+_again = combine(
+    *(JOB, JOB_PATH, JOBS_DIR),
+    click.option("-n", "--n-concurrent", type=COUNT, help="Number of concurrent trials."),
+    click.option("--env-file", type=click.Path(dir_okay=False), help="A file of NAME=value lines."),
+    click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
+    JSON,
+)
+"""The parameters of a command that runs trials of a job again."""
 
 
 @click.group(name="job")
 def job() -> None:
-    """Look at, compare, stop, resume, retry, regrade and remove jobs. JOB is a directory, or a name in --jobs-dir."""
+    """Inspect, compare, stop, resume, retry, regrade and remove jobs. JOB is a directory, or a name in --jobs-dir."""
 
 
 job.command_class = HarborCommand
@@ -54,10 +55,10 @@ job.add_command(run, "start")
 
 
 @job.command(name="list")
-@click.argument("jobs_dir", type=click.Path(path_type=Path), default=Path("jobs"))
+@click.argument("jobs_dir", type=PATH, default=Path("jobs"))
 @JSON
 def list_(jobs_dir: Path, as_json: bool) -> None:
-    """List the jobs in JOBS_DIR, newest first: of pier, of Harbor and of datacurve pier."""
+    """List the jobs in JOBS_DIR, newest first. Includes jobs of Harbor and datacurve pier."""
     from pier.job.report import print_jobs
     from pier.job.view import list_jobs
 
@@ -65,13 +66,13 @@ def list_(jobs_dir: Path, as_json: bool) -> None:
 
 
 @job.command()
-@DIRECTORY
+@JOB
 @JOB_PATH
 @JOBS_DIR
 @click.option("--trials", is_flag=True, help="List every trial.")
 @JSON
 def show(directory: Path, trials: bool, as_json: bool) -> None:
-    """Show where a job stands."""
+    """Show the state and results of a job."""
     from pier.job.report import print_job
     from pier.job.view import JobView
 
@@ -79,11 +80,11 @@ def show(directory: Path, trials: bool, as_json: bool) -> None:
 
 
 @job.command()
-@DIRECTORIES
+@JOBS
 @JOBS_DIR
 @JSON
 def compare(directories: tuple[Path, ...], as_json: bool) -> None:
-    """Compare jobs with the first of them, or the agents of one job: over all tasks and task by task."""
+    """Compare jobs, or the agents of one job, in total and per task. The first one is the baseline."""
     from pier.job.report import print_comparison
     from pier.job.view import JobView
 
@@ -94,11 +95,10 @@ def compare(directories: tuple[Path, ...], as_json: bool) -> None:
 @click.argument("directory", metavar="JOB", type=JobPath())
 @click.argument("trial", required=False)
 @JOBS_DIR
-@click.option("-f", "--follow", is_flag=True, help="Wait for more until the job, or the trial, has ended.")
+@click.option("-f", "--follow", is_flag=True, help="Print new lines until the job, or the trial, has ended.")
 @click.option("--json", "as_json", is_flag=True, help="Print each line as a JSON object.")
 def logs(directory: Path, trial: str | None, follow: bool, as_json: bool) -> None:
     """Print the log of a job, or of one of its trials."""
-    from pier.errors import UsageError
     from pier.job.report import print_log
     from pier.job.view import TRIAL_LOG, JobView
 
@@ -109,13 +109,13 @@ def logs(directory: Path, trial: str | None, follow: bool, as_json: bool) -> Non
 
 
 @job.command()
-@DIRECTORIES
+@JOBS
 @JOBS_DIR
 @JSON
 def stop(directories: tuple[Path, ...], as_json: bool) -> None:
-    """Stop running jobs: no new trial starts, running ones are ended and cleaned up.
+    """Stop running jobs. No new trials start, running ones are cancelled and cleaned up.
 
-    Waits until they have stopped. Stopping a job that is stopping already limits its clean-up to five seconds.
+    Waits until the jobs have stopped. Stopping a job again limits its clean-up to five seconds.
     """
     from pier.job.ledger import stop_owner
     from pier.job.view import JobView
@@ -127,15 +127,15 @@ def stop(directories: tuple[Path, ...], as_json: bool) -> None:
     for view in views:
         _wait_for_end(view.directory)
     rows = [{"directory": str(view.directory), "was_running": view.owner is not None} for view in views]
-    resume = "{0}: stopped; go on with: pier job resume {0}"
+    resume = "{0}: stopped; continue with: pier job resume {0}"
     lines = ((resume if view.owner else "{0}: not running").format(view.directory) for view in views)
     echo(rows, as_json, lines)
 
 
 @job.command()
-@DIRECTORIES
+@JOBS
 @JOBS_DIR
-@click.option("--stop", "first_stop", is_flag=True, help="Stop jobs that run, instead of refusing to remove them.")
+@click.option("--stop", "first_stop", is_flag=True, help="Stop running jobs first, instead of failing.")
 @JSON
 def rm(directories: tuple[Path, ...], first_stop: bool, as_json: bool) -> None:
     """Remove jobs with all their trials."""
@@ -157,44 +157,44 @@ def rm(directories: tuple[Path, ...], first_stop: bool, as_json: bool) -> None:
 @click.option("--filter-error-type", "error_types", multiple=True, help="Also retry trials with these errors.")
 @_again
 def resume(directory: Path, error_types: tuple[str, ...], **flags: Any) -> None:
-    """Run what is left of a job."""
+    """Run the unfinished trials of a job."""
     from pier.job.command import again_and_report
-    from pier.job.runner import Wanted
+    from pier.job.runner import TrialSelection
 
-    wanted = Wanted(types=frozenset(error_types)) if error_types else None
-    _exit(again_and_report(directory, wanted, *_how(flags), _limits(flags)))
+    selection = TrialSelection(types=frozenset(error_types)) if error_types else None
+    _exit(again_and_report(directory, selection, *_run_options(flags), _limits(flags)))
 
 
 @job.command(cls=LimitsCommand)
 @click.option(
     "--only",
     type=click.Choice(["infra", "errored", "failed"]),
-    help="infra: no verdict, and pier's or the provider's fault. errored: any error. failed: a verdict below 1.",
+    help="infra: no verdict because of pier or the provider. errored: any error. failed: a reward below 1.",
 )
 @click.option("--trial", "names", multiple=True, metavar="NAME", help="Only this trial.")
 @_again
 def retry(directory: Path, only: str | None, names: tuple[str, ...], **flags: Any) -> None:
-    """Run finished trials again. Their earlier directories are kept in `.retries`."""
+    """Run finished trials again. Their previous directories are kept in `.retries`."""
     from pier.job.command import again_and_report
-    from pier.job.runner import Wanted
+    from pier.job.runner import TrialSelection
 
     if only is None and not names:
         raise click.UsageError("missing --only infra, --only errored, --only failed or --trial NAME")
-    wanted = Wanted(kind=only, names=frozenset(names))
-    _exit(again_and_report(directory, wanted, *_how(flags), _limits(flags)))
+    selection = TrialSelection(kind=only, names=frozenset(names))
+    _exit(again_and_report(directory, selection, *_run_options(flags), _limits(flags)))
 
 
 @job.command()
-@click.option("--job-name", "name", help="The new job's directory.  [default: the old one's with -regrade]")
+@click.option("--job-name", "name", help="Name of the new job.  [default: JOB-regrade]")
 @_again
 def regrade(directory: Path, name: str | None, **flags: Any) -> None:
-    """Run the verifier again on what agents left behind, without any agent.
+    """Run the verifier again on kept states, as a new job.
 
-    The job must have been run with --keep-state. Tasks are read as they are now. The old job stays as it is.
+    The old job must have been run with --keep-state; it is not changed. Tasks are loaded in their present form.
     """
     from pier.job.command import regrade_and_report
 
-    _exit(regrade_and_report(directory, name, *_how(flags)))
+    _exit(regrade_and_report(directory, name, *_run_options(flags)))
 
 
 def _wait_for_end(directory: Path) -> None:
@@ -204,7 +204,7 @@ def _wait_for_end(directory: Path) -> None:
         time.sleep(0.05)
 
 
-def _how(flags: dict[str, Any]) -> tuple[dict[str, str], Any, int | None]:
+def _run_options(flags: dict[str, Any]) -> tuple[dict[str, str], Any, int | None]:
     from pier.job.load import environ_with
 
     show = "json" if flags["as_json"] else "quiet" if flags["quiet"] else "full"

@@ -1,4 +1,4 @@
-"""`pier login`: which of the user's own logins and keys the gateway would use."""
+"""`pier login`: the user's logins and API keys that the gateway can use."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pier.cli.main import JSON, echo
+from pier.errors import UsageError
 
 if TYPE_CHECKING:
-    from pier.gateway.login import LoginStatus
+    pass
 
 
 @click.group()
@@ -21,9 +22,10 @@ def login() -> None:
 @login.command()
 @JSON
 def status(as_json: bool) -> None:
-    """Show what was found, what is used, and the command to type for what is missing.
+    """Show each login, whether it is used, and the command to log in.
 
-    A key in the environment wins over a login. A login stays outside of sandboxes: the gateway uses it.
+    A key in the environment takes precedence over a login. Logins stay outside of sandboxes: only the gateway uses
+    them.
     """
     rows = _rows()
     lines: list[str] = []
@@ -36,9 +38,8 @@ def status(as_json: bool) -> None:
 
 def _rows() -> list[dict[str, Any]]:
     import os
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
-    from pier.errors import UsageError
     from pier.gateway.logins import LOGINS, login_statuses
     from pier.gateway.providers import Directory
 
@@ -51,21 +52,16 @@ def _rows() -> list[dict[str, Any]]:
             provider.check()
             used = provider.credential if provider.key or provider.login else None
         except UsageError as error:
-            found = _with_detail(found, error)
+            if not found.detail and found.state != "missing":
+                found = replace(found, detail=str(error))
         ends = datetime.fromtimestamp(found.expires_at, UTC).isoformat() if found.expires_at else None
         rows.append({**asdict(found), "expires_at": ends, "key_name": names[found.client], "used": used})
     return rows
 
 
-def _with_detail(found: LoginStatus, error: Exception) -> LoginStatus:
-    from dataclasses import replace
-
-    return found if found.detail or found.state == "missing" else replace(found, detail=str(error))
-
-
 _WORDS = {
     "ready": "logged in",
-    "refreshable": "expired, will be refreshed when it is used",
+    "refreshable": "expired, will be refreshed on next use",
     "expired": "expired",
     "unreadable": "unreadable",
     "missing": "not logged in",

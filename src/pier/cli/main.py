@@ -1,7 +1,6 @@
-"""The `pier` command: finds the group, loads only its module, and turns errors into messages and exit codes.
+"""The `pier` command: loads only the module of the requested command, and maps errors to messages and exit codes.
 
-Exit codes: 0 done, 1 something failed, 2 wrong usage or configuration (a task that cannot be read, too), 130
-interrupted.
+Exit codes: 0 success, 1 failure, 2 invalid usage, configuration or task, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Evaluate": {
         "run": ("pier.cli.run:run", "Run agents on tasks and grade the results."),
-        "job": ("pier.cli.job:job", "Look at, resume, retry and regrade jobs."),
-        "trial": ("pier.cli.trial:trial", "Look at single trials."),
-        "task": ("pier.cli.task:task", "Make, check and list tasks."),
+        "job": ("pier.cli.job:job", "Inspect, resume, retry and regrade jobs."),
+        "trial": ("pier.cli.trial:trial", "Inspect single trials."),
+        "task": ("pier.cli.task:task", "Create, check and list tasks."),
     },
     "Read and review": {
-        "view": ("pier.cli.view:view", "Look at jobs, trials and trajectories in a browser."),
+        "view": ("pier.cli.view:view", "View jobs, trials and trajectories in a browser."),
         "critique": ("pier.cli.review:critique", "Review finished trials with a fresh agent."),
         "analyze": ("pier.cli.review:analyze", "Find out why trials failed."),
         "summarize": ("pier.cli.review:summarize", "Summarize the failures of a workspace or job."),
@@ -39,15 +38,15 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Workspaces": {
         "start": ("pier.cli.workspace:start", "Start a workspace: a live sandbox around a directory."),
         "exec": ("pier.cli.workspace:exec_", "Run a command or an agent in a workspace."),
-        "verify": ("pier.cli.workspace:verify", "Grade the present state of a workspace."),
-        "diff": ("pier.cli.workspace:diff", "Show what changed in a workspace since its start."),
-        "fork": ("pier.cli.workspace:fork", "Make a second workspace from the present state."),
+        "verify": ("pier.cli.workspace:verify", "Grade the current state of a workspace."),
+        "diff": ("pier.cli.workspace:diff", "Show the changes in a workspace since its start."),
+        "fork": ("pier.cli.workspace:fork", "Create a second workspace from the current state."),
         "stop": ("pier.cli.workspace:stop", "Stop a workspace; its files stay."),
         "list": ("pier.cli.workspace:list_", "List workspaces."),
         "capture": ("pier.cli.traces:capture", "Save the trajectory of an agent session, here or in a workspace."),
         "traces": ("pier.cli.traces:traces", "List, show and export captured sessions."),
-        "skills": ("pier.cli.skills:skills", "Register a task's skills for the agents in use."),
-        "login": ("pier.cli.login:login", "Show the logins that pier can use instead of keys."),
+        "skills": ("pier.cli.skills:skills", "Register a task's skills with the agents in use."),
+        "login": ("pier.cli.login:login", "Show the logins that pier can use instead of API keys."),
     },
     "Train and record": {
         "rollout": ("pier.cli.rollout:rollout", "Roll out environments for evaluation and training."),
@@ -56,15 +55,15 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "trajectory": ("pier.cli.trajectory:trajectory", "Convert, validate and show trajectories."),
     },
     "This machine": {
-        "agent": ("pier.cli.agent:agent", "Build and look at agent packs."),
+        "agent": ("pier.cli.agent:agent", "Build and inspect agent packs."),
         "sandbox": ("pier.cli.sandbox:sandbox", "Run commands in sandboxes."),
         "image": ("pier.cli.image:image", "Import, pull, build and remove images."),
         "doctor": ("pier.cli.doctor:doctor", "Check this machine and suggest fixes."),
-        "gc": ("pier.cli.gc:gc", "Remove what dead runs left behind."),
+        "gc": ("pier.cli.gc:gc", "Remove leftovers of dead runs, and unused images."),
         "completion": ("pier.cli.main:completion", "Print shell completion for bash, zsh or fish."),
     },
 }
-"""Every command by section of the help: where it is (`module:attribute`) and its line of help, so that help imports no
+"""The commands by section of the help: location (`module:attribute`) and help line, so that `pier --help` imports no
 command."""
 COMMANDS = {name: row for section in SECTIONS.values() for name, row in section.items()}
 
@@ -73,8 +72,8 @@ pier runs coding agents in sandboxes, records everything they do, and grades the
 
 Start here:
   pier doctor                         check this machine
-  pier task init hello                make a task
-  pier run hello --image host         run its reference solution and grade it, with this machine's software
+  pier task init hello                create a task
+  pier run hello --image host         run its reference solution with this machine's software, and grade it
   pier run hello -a AGENT -m MODEL    run an agent, e.g. -a claude-code -m anthropic/claude-sonnet-4-5
 
 All commands: pier --help"""
@@ -83,7 +82,7 @@ _state = {"debug": False}
 
 
 def enable_debug() -> None:
-    """Print debug messages from now on, and tracebacks of errors."""
+    """Enable debug messages and tracebacks of errors."""
     import logging
     import platform
 
@@ -105,7 +104,7 @@ def _debug_option() -> click.Option:
 
 
 def _with_debug(command: click.Command) -> click.Command:
-    """The command and all commands below it, with `--debug`."""
+    """Add `--debug` to the command and its subcommands."""
     if not any("--debug" in param.opts for param in command.params):
         command.params.append(_debug_option())
     for inner in command.commands.values() if isinstance(command, click.Group) else ():
@@ -114,7 +113,7 @@ def _with_debug(command: click.Command) -> click.Command:
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command's module only when that command is called."""
+    """A group that imports the module of a command only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -128,8 +127,8 @@ class LazyGroup(click.Group):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
 
-        found = [CompletionItem(name, help=COMMANDS[name][1]) for name in COMMANDS if name.startswith(incomplete)]
-        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+        items = [CompletionItem(name, help=COMMANDS[name][1]) for name in COMMANDS if name.startswith(incomplete)]
+        return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, COMMANDS))
@@ -140,8 +139,8 @@ class LazyGroup(click.Group):
 
 @click.group(
     cls=LazyGroup,
-    commands={name: click.Command(name) for name in COMMANDS},  # what click suggests for a wrong one
-    context_settings={"help_option_names": ["-h", "--help"]},
+    commands={name: click.Command(name) for name in COMMANDS},  # for click's suggestions
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
     invoke_without_command=True,
     params=[_debug_option()],
 )
@@ -165,7 +164,7 @@ def cli(ctx: click.Context, version: bool, verbose: bool) -> None:
 @click.command
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print completion for SHELL.
+    """Print the completion script for SHELL.
 
     \b
     Add one of these to your shell's configuration:
@@ -194,7 +193,7 @@ def _print_version(verbose: bool) -> None:
 
 
 def _expected(kind: click.ParamType[object]) -> str | None:
-    """The values that a number or a choice accepts, as in pier's own errors; None for other types."""
+    """Describe the values that a number or a choice accepts, as in pier's errors; None for other types."""
     if isinstance(kind, click.Choice):
         return f"one of {', '.join(map(str, kind.choices))}"
     ranged = isinstance(kind, click.IntRange | click.FloatRange)
@@ -207,19 +206,24 @@ def _expected(kind: click.ParamType[object]) -> str | None:
 
 
 def _invalid_value(error: click.ClickException) -> str | None:
-    """The message for an invalid number or choice. Click's own begins with the value."""
+    """Return the message for an invalid value in pier's style; None for other errors."""
     if not isinstance(error, click.BadParameter) or isinstance(error, click.MissingParameter) or error.param is None:
         return None
-    value, found, _ = error.message.rpartition(" is not ")
-    if not found or (expected := _expected(error.param.type)) is None:
-        return None
     name = error.param.opts[-1] if isinstance(error.param, click.Option) else error.param.human_readable_name
+    if path := re.fullmatch(r"(?:File|Directory|Path) ('.*') (?:is )?(does not exist|not .*|a .*)\.", error.message):
+        kinds = {"does not exist": "an existing path", "a file": "a directory", "a directory": "a file"}
+        return f"invalid value {path[1]} for {name}: expected {kinds.get(path[2], 'an accessible path')}"
+    if own := re.fullmatch(r"(expected .*), got (.*)", error.message, re.DOTALL):
+        return f"invalid value {own[2]} for {name}: {own[1]}"
+    value, separator, _ = error.message.rpartition(" is not ")
+    if not separator or (expected := _expected(error.param.type)) is None:
+        return None
     shown = value if value[:1] in ("'", '"') else repr(value)
     return f"invalid value {shown} for {name}: expected {expected}"
 
 
 def explain_failure(error: Exception) -> int:
-    """Print what went wrong, and give the exit code. Bugs in pier are raised again."""
+    """Print the message of an error and return the exit code. Bugs in pier are raised again."""
     guard_terminals()
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
@@ -249,7 +253,7 @@ def main(args: Sequence[str] | None = None) -> None:
     guard_terminals()
     try:
         code = cli.main(args=args, prog_name="pier", standalone_mode=False)
-    except Exception as error:  # noqa: BLE001 - what is not known here is raised again
+    except Exception as error:  # noqa: BLE001 - explain_failure raises unknown errors again
         code = explain_failure(error)
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -257,13 +261,13 @@ def main(args: Sequence[str] | None = None) -> None:
 class _Terminal(io.TextIOWrapper):
     def write(self, text: str, /) -> int:
         if not text.isprintable() and text != "\n":
-            text = shown(text)
+            text = without_controls(text)
         return super().write(text)
 
 
 def guard_terminals() -> None:
-    """Have everything that is printed on a terminal pass `shown`. Progress displays and commands in sandboxes write to
-    `sys.__stderr__` and to the descriptors."""
+    """Filter terminal output through `without_controls`. Progress displays and commands in sandboxes
+    bypass it: they write to `sys.__stderr__` and to the descriptors."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper and stream.isatty():
@@ -271,7 +275,7 @@ def guard_terminals() -> None:
             setattr(sys, name, _Terminal(stream.buffer, stream.encoding, stream.errors, line_buffering=True))
 
 
-JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 _CONTROL = re.compile(
     r"\x1b\[[0-9;]*m|\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
@@ -279,7 +283,7 @@ _CONTROL = re.compile(
 
 
 def echo(value: Any, as_json: bool, lines: Iterable[str]) -> None:
-    """Print a value as JSON, or the lines that say the same to people."""
+    """Print a value as JSON, or its lines for people."""
     import json
 
     text = json.dumps(value, indent=2, default=str) if as_json else "\n".join(lines)
@@ -287,6 +291,6 @@ def echo(value: Any, as_json: bool, lines: Iterable[str]) -> None:
         click.echo(text)
 
 
-def shown(text: str) -> str:
-    """Text of a task or an agent without what would move the cursor; colours stay."""
+def without_controls(text: str) -> str:
+    """Remove control sequences except colours from the text of a task or an agent."""
     return _CONTROL.sub(lambda found: found[0] if re.fullmatch(r"\x1b\[[0-9;]*m", found[0]) else "", text)

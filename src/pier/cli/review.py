@@ -13,22 +13,37 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pier.cli.main import JSON, echo
+from pier.cli.options import COUNT, PATH, combine
 from pier.cli.run import COMMON, JOBS_DIR, JobPath, SettingOption, SettingsCommand, given_settings, grouped_option
+from pier.errors import UsageError
+from pier.files import write_json
+from pier.job.load import environ_with, read_job
+from pier.review.causes import group_causes
+from pier.review.read import CritiqueRun, compare_runs, list_runs, read_run
+from pier.review.rubric import CRITIQUE_RUBRICS, copy_files, load_prompt, load_rubric
+from pier.review.show import (
+    agreement_lines,
+    analysis_lines,
+    cause_lines,
+    check_lines,
+    critique_lines,
+    has_failures,
+    runs_lines,
+)
+from pier.review.source import Source, SourceTrial, TrialFilter, open_source
 
 if TYPE_CHECKING:
     from pier.job.config import JobConfig
     from pier.review.analyze import AnalysisRequest
-    from pier.review.read import CritiqueRun
     from pier.review.run import ReviewOptions
-    from pier.review.source import Source, SourceTrial
 
 _FILE = click.Path(dir_okay=False)
 _NOT_TAKEN = ("datasets.", "tasks.", "metrics.", "verifier.", "job_name", "jobs_dir", "strict", "keep_state")
 
 
 class ReviewCommand(SettingsCommand):
-    """A command that takes the settings of the job that a review is. Flags that are the command's own go before those
-    of the job, as in Harbor and datacurve pier (`-p PROMPT`, `-r RUBRIC`)."""
+    """A command with flags for the settings of the review's job. The command's own flags take precedence over those of
+    the job, as in Harbor and datacurve pier (`-p PROMPT`, `-r RUBRIC`)."""
 
     groups = (
         *("Which trials", "Review", "Agent", "Model", "Limits for each trial", "Limits for the whole job", "Sandbox"),
@@ -52,16 +67,7 @@ class ReviewCommand(SettingsCommand):
 _option = partial(grouped_option, group="Review")
 
 
-def _options(*options: Any) -> Any:
-    def apply(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return apply
-
-
-_JOB = _options(
+_JOB = combine(
     _option("-c", "--config", "files", multiple=True, type=_FILE, group=COMMON, help="A job file; repeatable."),
     _option("--agent-index", type=click.IntRange(0), help="Use only this agent of the job file, counted from 0."),
     _option("--env-file", type=_FILE, group="Job", help="A file of NAME=value lines for ${NAME} templates."),
@@ -69,29 +75,26 @@ _JOB = _options(
         "--asks",
         type=click.IntRange(0),
         default=2,
-        show_default=True,
         help="Retries when a critic's output is not valid.",
     ),
     _option("--json", "as_json", is_flag=True, group="Output", help="Print the result as JSON, and no progress."),
 )
 _which = partial(grouped_option, group="Which trials")
-_WHICH = _options(
-    _which("-t", "--trial-name", "names", multiple=True, help="This trial; repeatable."),
-    _which("--task", "tasks", multiple=True, metavar="GLOB", help="Trials of these tasks."),
-    _which("--source-agent", "agents", multiple=True, metavar="NAME", help="Trials of this agent."),
-    _which("--source-model", "models", multiple=True, metavar="MODEL", help="Trials of this model."),
+_WHICH = combine(
+    _which("-t", "--trial-name", "names", multiple=True, help="Name of a trial; repeatable."),
+    _which("--task", "tasks", multiple=True, metavar="GLOB", help="Trials of these tasks; repeatable."),
+    _which("--source-agent", "agents", multiple=True, metavar="NAME", help="Trials of this agent; repeatable."),
+    _which("--source-model", "models", multiple=True, metavar="MODEL", help="Trials of this model; repeatable."),
     _which("--only", type=click.Choice(["passed", "failed", "errored"]), help="Trials with this outcome."),
     _which("--passing", is_flag=True, help="Same as --only passed."),
     _which("--failing", is_flag=True, help="Trials that did not pass."),
-    _which("--limit", type=click.IntRange(1), metavar="N", help="At most N trials."),
-    _which("--sample-seed", "seed", type=int, help="Shuffle the trials with this seed first."),
+    _which("--limit", type=COUNT, metavar="N", help="At most N trials."),
+    _which("--sample-seed", "seed", type=int, help="Shuffle the trials with this seed before --limit."),
 )
 _RUBRIC_HELP = "A TOML, YAML or JSON file, or the name of a built-in rubric; repeatable."
 
 
 def _options_of(flags: dict[str, Any]) -> ReviewOptions:
-    from pier.errors import UsageError
-    from pier.job.load import environ_with, read_job
     from pier.review.run import ReviewOptions
 
     env = environ_with(flags["env_file"])
@@ -105,9 +108,7 @@ def _options_of(flags: dict[str, Any]) -> ReviewOptions:
 
 
 def _report(show: str, value: Any, lines: Iterable[str], output: str | None = None) -> None:
-    """Print a result as JSON, as lines for people, or not at all; write it to a file if one is named."""
-    from pier.files import write_json
-
+    """Print a result as JSON, as lines for people, or not at all, and write it to `output` if given."""
     if output:
         write_json(Path(output), value)
     if show == "json":
@@ -117,17 +118,14 @@ def _report(show: str, value: Any, lines: Iterable[str], output: str | None = No
 
 
 def _selected(path: Path, flags: dict[str, Any]) -> tuple[Source, list[SourceTrial]]:
-    from pier.errors import UsageError
-    from pier.review.source import TrialFilter, open_source
-
     if flags["passing"] and flags["failing"]:
-        raise UsageError("--passing and --failing exclude each other")
+        raise UsageError("cannot combine --passing with --failing")
     passing = True if flags["passing"] else False if flags["failing"] else None
     keys = ("names", "tasks", "agents", "models", "only", "seed", "limit")
     source = open_source(path)
     trials = TrialFilter(passing=passing, **{key: flags.pop(key) for key in keys}).apply(source.trials)
     if not trials:
-        raise UsageError(f"no finished trial of {path} matches", hint=f"pier job show {path} --trials")
+        raise UsageError(f"no finished trial of {path} matches the filters", hint=f"pier job show {path} --trials")
     return source, trials
 
 
@@ -139,18 +137,18 @@ def critique() -> None:
 @critique.command(name="run", cls=ReviewCommand)
 @click.argument("path", metavar="JOB|TRIAL", type=JobPath())
 @JOBS_DIR
-@_option("-p", "--prompt", type=_FILE, help="A prompt of your own; without --rubric the critic answers no criteria.")
+@_option("-p", "--prompt", type=_FILE, help="A custom prompt; without --rubric it replaces the criteria too.")
 @_option("--rubric", "rubrics", multiple=True, metavar="FILE|NAME", help=_RUBRIC_HELP)
 @_option("--name", help="Name of the run; the same name continues it.  [default: the time]")
-@_option("--overwrite", is_flag=True, help="Replace a run of this name.")
+@_option("--overwrite", is_flag=True, help="Replace an existing run of this name.")
 @_option("-y", "--yes", is_flag=True, hidden=True, help="Accepted for datacurve pier's command lines.")
 @_WHICH
 @_JOB
 def critique_run(path: Path, prompt: str | None, rubrics: tuple[str, ...], **flags: Any) -> None:
-    """Review the finished trials of a job, or one trial. The critic sees the trial and its task read-only, has no
-    network, and must prove each finding by a step or a line that exists.
+    """Review the finished trials of a job, or one trial. The critic has read-only access to the trial and its task, has
+    no network, and must support each finding by an existing step or line.
 
-    Several -m, several agents in -c, or -k N give several critics, whose agreement is shown.
+    Several -m, several agents in -c, or -k N run several critics, and show their agreement.
 
     \b
     Examples:
@@ -158,10 +156,7 @@ def critique_run(path: Path, prompt: str | None, rubrics: tuple[str, ...], **fla
       pier critique run jobs/NAME --rubric reward-hacking --only passed --max-cost 0.20
     """
     from pier.review.publish import publish_critiques, refuse_foreign_run
-    from pier.review.read import compare_runs, read_run
-    from pier.review.rubric import CRITIQUE_RUBRICS, load_prompt, load_rubric
     from pier.review.run import GOOD_MODEL, run_review
-    from pier.review.show import agreement_lines, runs_lines
 
     source, trials = _selected(path, flags)
     options = _options_of(flags)
@@ -193,28 +188,20 @@ def _run_row(run: CritiqueRun) -> dict[str, Any]:
 @JSON
 def critique_list(path: Path, as_json: bool) -> None:
     """List the critique runs of a job."""
-    from pier.review.read import list_runs
-    from pier.review.show import runs_lines
-    from pier.review.source import open_source
-
     runs = list_runs(open_source(path).root)
-    lines = runs_lines(runs) or [f"no critique runs; make one: pier critique run {path}"]
+    lines = runs_lines(runs) or [f"no critique runs; start one: pier critique run {path}"]
     echo([_run_row(run) for run in runs], as_json, lines)
 
 
 @critique.command(name="show")
 @click.argument("path", metavar="JOB|TRIAL", type=JobPath())
 @JOBS_DIR
-@click.option("--run", "runs", multiple=True, help="Only this run; repeatable.")
-@click.option("-t", "--trial-name", "names", multiple=True, help="Only this trial; repeatable.")
-@click.option("--rating", type=click.Choice(["good", "bad"]), help="Only this rating.")
+@click.option("--run", "runs", multiple=True, help="Show only this run; repeatable.")
+@click.option("-t", "--trial-name", "names", multiple=True, help="Show only this trial; repeatable.")
+@click.option("--rating", type=click.Choice(["good", "bad"]), help="Show only this rating.")
 @JSON
 def critique_show(path: Path, runs: tuple[str, ...], names: tuple[str, ...], rating: str | None, as_json: bool) -> None:
     """Show critiques in full, with the evidence of each finding."""
-    from pier.review.read import list_runs
-    from pier.review.show import critique_lines
-    from pier.review.source import open_source
-
     source = open_source(path)
     names = names or (tuple(trial.name for trial in source.trials) if source.single else ())
     found = [
@@ -235,28 +222,21 @@ def critique_show(path: Path, runs: tuple[str, ...], names: tuple[str, ...], rat
 @JOBS_DIR
 @JSON
 def critique_compare(path: Path, names: tuple[str, ...], as_json: bool) -> None:
-    """Compare critique runs of a job, by default all: how far critics agree, and on which trials they do not."""
-    from pier.errors import UsageError
-    from pier.review.read import compare_runs, list_runs
-    from pier.review.show import agreement_lines, runs_lines
-    from pier.review.source import open_source
-
+    """Compare critique runs of a job, by default all. Shows the agreement of critics, and disputed trials."""
     known = {run.name: run for run in list_runs(open_source(path).root)}
     if unknown := [name for name in names if name not in known]:
         raise UsageError(f"unknown critique run {unknown[0]!r}", hint=f"pier critique list {path}")
     runs = [known[name] for name in names or known]
     if len(runs) < 2:
-        raise UsageError("comparing needs two critique runs", hint=f"pier critique list {path}")
+        raise UsageError("cannot compare: expected at least two critique runs", hint=f"pier critique list {path}")
     found = compare_runs(runs)
     echo(asdict(found), as_json, [*runs_lines(runs), *agreement_lines(found)])
 
 
 @critique.command(name="copy")
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("directory", type=PATH)
 def critique_copy(directory: Path) -> None:
-    """Copy the built-in prompts and rubrics to DIRECTORY, to be changed there."""
-    from pier.review.rubric import copy_files
-
+    """Copy the built-in prompts and rubrics to DIRECTORY for editing."""
     for path in copy_files(directory):
         click.echo(path)
 
@@ -267,18 +247,18 @@ def critique_copy(directory: Path) -> None:
 @_option(
     "--no-model", is_flag=True, help="Group by recorded facts: model calls, the verifier's output, integrity notes."
 )
-@_option("-p", "--prompt", type=_FILE, help="The prompt for each trial.")
+@_option("-p", "--prompt", type=_FILE, help="A custom prompt for each trial.")
 @_option("-r", "--rubric", "rubrics", multiple=True, metavar="FILE|NAME", help=_RUBRIC_HELP)
-@_option("--job-prompt", type=_FILE, help="The prompt for the job as a whole.")
+@_option("--job-prompt", type=_FILE, help="A custom prompt for the whole job.")
 @_option("--name", help="Name of the run; the same name continues it.  [default: the time]")
-@_option("--overwrite", is_flag=True, help="Analyze trials again that have an analysis.")
+@_option("--overwrite", is_flag=True, help="Replace existing analyses.")
 @_option("--output", type=_FILE, group="Output", help="Write the result as JSON to this file.")
 @_WHICH
 @_JOB
 def analyze(
     path: Path, no_model: bool, prompt: str | None, job_prompt: str | None, rubrics: tuple[str, ...], **flags: Any
 ) -> None:
-    """Find out why trials failed: causes with counts and examples, for each trial and for the whole job.
+    """Find out why trials failed: causes with counts and examples, per trial and for the whole job.
 
     \b
     Examples:
@@ -286,9 +266,6 @@ def analyze(
       pier analyze jobs/NAME -m anthropic/claude-haiku-4-5 --failing
     """
     from pier.review.analyze import AnalysisRequest
-    from pier.review.causes import group_causes
-    from pier.review.rubric import load_prompt, load_rubric
-    from pier.review.show import cause_lines
 
     source, trials = _selected(path, flags)
     options, output = _options_of(flags), flags["output"]
@@ -304,7 +281,6 @@ def analyze(
 
 def _run_analysis(request: AnalysisRequest, options: ReviewOptions, output: str | None) -> None:
     from pier.review.analyze import analyze
-    from pier.review.show import analysis_lines
 
     found = analyze(request, options)
     value = found.job or {"job_summary": "", "trials": list(found.analyses), "causes": []}
@@ -318,22 +294,19 @@ def _run_analysis(request: AnalysisRequest, options: ReviewOptions, output: str 
 @click.argument("path", metavar="[WORKSPACE|JOB]", type=JobPath(), default=Path())
 @JOBS_DIR
 @_option("--all", "every", is_flag=True, group="Which trials", help="Include trials that passed.")
-@_option("-p", "--prompt", type=_FILE, help="The prompt for each trial.")
-@_option("--job-prompt", type=_FILE, help="The prompt for the whole job.")
+@_option("-p", "--prompt", type=_FILE, help="A custom prompt for each trial.")
+@_option("--job-prompt", type=_FILE, help="A custom prompt for the whole job.")
 @_JOB
 def summarize(path: Path, every: bool, prompt: str | None, job_prompt: str | None, **flags: Any) -> None:
-    """Summarize the failures of a workspace or a job in a few words, with a small model."""
-    from pier.errors import UsageError
+    """Summarize the failures of a workspace or a job briefly, with a small model."""
     from pier.review.analyze import AnalysisRequest
-    from pier.review.rubric import load_prompt, load_rubric
-    from pier.review.source import TrialFilter, open_source
 
     source, options = open_source(path), _options_of(flags)
     trials = TrialFilter(passing=None if every else False).apply(source.trials)
     if not source.trials:
         raise UsageError(f"{path}: no finished trials", hint="pier job list", code="no-trials")
     if not trials:
-        nothing = "nothing failed; pier summarize --all also describes what passed"
+        nothing = "no failed trials; to include passed ones: pier summarize --all"
         _report(options.show, {"summary": None, "trials": []}, [nothing])
         return
     prompts = load_prompt("summarize", prompt), load_prompt("job", job_prompt)
@@ -342,28 +315,25 @@ def summarize(path: Path, every: bool, prompt: str | None, job_prompt: str | Non
 
 @click.command(cls=ReviewCommand)
 @click.argument("sources", metavar="TASK...", nargs=-1, required=True)
-@_option("--no-model", is_flag=True, help="Only the checks that need no model.")
-@_option("--run", is_flag=True, help="Also run each task: the oracle must earn 1, doing nothing must not.")
+@_option("--no-model", is_flag=True, help="Run only the checks that need no model.")
+@_option("--run", is_flag=True, help="Also run each task: the oracle must earn 1, and doing nothing must not.")
 @_option("-r", "--rubric", "rubrics", multiple=True, metavar="FILE|NAME", help=_RUBRIC_HELP)
-@_option("-p", "--prompt", type=_FILE, help="A prompt of your own.")
+@_option("-p", "--prompt", type=_FILE, help="A custom prompt.")
 @_option("--name", help="Name of the review; the same name continues it.  [default: the time]")
 @_option("-o", "--output", type=_FILE, group="Output", help="Write the report as JSON to this file.")
 @_option(
     "--jobs-dir",
     "place",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=Path("jobs"),
-    show_default=True,
     group="Output",
-    help="Where the review is kept, in .reviews.",
+    help="Directory of jobs; the review is stored in .reviews there.",
 )
 @_JOB
 def check(sources: tuple[str, ...], no_model: bool, run: bool, place: Path, **flags: Any) -> None:
     """Check the quality of tasks: static checks, runs of the oracle and of doing nothing (--run), and a review by a
-    model against a rubric, in one report."""
+    model against a rubric. The results are combined in one report."""
     from pier.review.analyze import check_tasks_by_rubric
-    from pier.review.rubric import load_prompt, load_rubric
-    from pier.review.show import check_lines, has_failures
     from pier.task.sources import find_tasks
 
     paths = [origin.path for source in sources for origin in find_tasks(source, warn=lambda _: None)]
@@ -388,7 +358,7 @@ def _static_report(paths: list[Path], image: str | None) -> dict[str, dict[str, 
 
 
 def _add_proofs(report: dict[str, dict[str, Any]], config: JobConfig) -> None:
-    """Run the tasks whose files are in order."""
+    """Run the tasks without static errors, and add the results to the report."""
     from pier.cli.task import proof_row, prove_tasks
     from pier.task import load_task
 
@@ -405,5 +375,5 @@ def _add_proofs(report: dict[str, dict[str, Any]], config: JobConfig) -> None:
 
 
 def is_within(where: str, path: str) -> bool:
-    """Whether a problem's place, a path that a line may follow, is a task's directory or below it."""
+    """Whether a problem's location, a path with an optional line, is a task's directory or below it."""
     return where == path or where.startswith((path + "/", path + ":"))

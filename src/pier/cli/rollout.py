@@ -1,22 +1,18 @@
-"""`pier rollout`: run the rollouts of an environment, as `vf-eval` did."""
+"""`pier rollout`: run the rollouts of an environment, like `vf-eval`."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from pier.cli.options import COUNT, DIRECTORY, FILE, POSITIVE
 from pier.cli.run import HarborCommand
-
-if TYPE_CHECKING:
-    from pier.errors import PierError
+from pier.errors import PierError, UsageError
 
 
 class _Header(click.ParamType):
-    """A header of HTTP."""
-
     name = "Name: Value"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
@@ -27,8 +23,6 @@ class _Header(click.ParamType):
 
 
 class _Object(click.ParamType):
-    """A JSON object."""
-
     name = "json"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -54,7 +48,7 @@ _VF_EVAL = {
     "-x": "--extra-env-kwargs JSON; -x leaves tasks out in pier run",
     "-p --provider": "-m PROVIDER/MODEL, or --base-url URL with --api-key-var NAME",
     "-v --verbose": "--debug",
-    "-R --resume": "-o DIR: the same command with the same -o goes on where it ended",
+    "-R --resume": "-o DIR: the same command with the same -o resumes",
     "-H --save-to-hf-hub -D --hf-hub-dataset-name": "-o DIR, then upload results.jsonl from there",
     "-N --no-interleave-scoring": "leave it out: a group is scored as soon as its rollouts have ended",
     "-d --disable-tui -f --fullscreen -A --abbreviated-summary": "leave it out: one line is printed for each rollout",
@@ -63,15 +57,11 @@ _VF_EVAL = {
     "--endpoints-path": "--base-url URL, or a provider in providers.toml",
     "--header-from-state": "leave it out: a policy with for_session(labels) chooses the server of each rollout",
 }
-"""Flags of `vf-eval` (verifiers 0.3.1) that are not taken here, and what to use instead."""
+"""Unsupported flags of `vf-eval` (verifiers 0.3.1), and their alternatives."""
 
 
 class _VerifiersCommand(HarborCommand):
-    """A command that verifiers has too."""
-
     def refusal(self, flag: str) -> PierError | None:
-        from pier.errors import UsageError
-
         instead = next((text for names, text in _VF_EVAL.items() if flag in names.split()), None)
         return UsageError(f"unsupported flag {flag} of vf-eval", hint=instead, code="not-done") if instead else None
 
@@ -79,62 +69,51 @@ class _VerifiersCommand(HarborCommand):
 @click.command(cls=_VerifiersCommand)
 @click.argument("module")
 @click.option("-m", "--model", required=True, help="Model: PROVIDER/MODEL, script:PATH, or a name at --base-url.")
-@click.option("-n", "--num-examples", type=click.IntRange(1), help="Roll out only the first N rows of the dataset.")
+@click.option("-n", "--num-examples", type=COUNT, help="Roll out only the first N rows of the dataset.")
 @click.option(
-    "-r",
-    "--rollouts",
-    "--rollouts-per-example",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Rollouts of each row, scored together.",
+    "-r", "--rollouts", "--rollouts-per-example", type=COUNT, default=1, help="Rollouts of each row, scored together."
 )
-@click.option(
-    "--concurrency", "--max-concurrent", type=click.IntRange(1), default=32, show_default=True, help="Rollouts at once."
-)
+@click.option("--concurrency", "--max-concurrent", type=COUNT, default=32, help="Rollouts at once.")
 @click.option("--env-args", type=_Object(), help="Arguments of load_environment(), as a JSON object.")
 @click.option(
     "--set", "--extra-env-kwargs", "attributes", type=_Object(), help="Attributes of the environment, as a JSON object."
 )
-@click.option("--timeout", type=click.FloatRange(0, min_open=True), help="Seconds for each rollout.")
+@click.option("--timeout", type=POSITIVE, help="Seconds for each rollout.")
 @click.option("-b", "--base-url", "--api-base-url", help="Address of an OpenAI-compatible server.")
-@click.option(
-    "--key-var", "--api-key-var", default="OPENAI_API_KEY", show_default=True, help="Variable with the server's key."
-)
-@click.option("--api-client-type", type=click.Choice(_CLIENT_TYPES), help="What the server at --base-url speaks.")
+@click.option("--key-var", "--api-key-var", default="OPENAI_API_KEY", help="Variable with the server's key.")
+@click.option("--api-client-type", type=click.Choice(_CLIENT_TYPES), help="API of the server at --base-url.")
 @click.option("--header", "headers", type=_Header(), multiple=True, help="A header for the server; repeatable.")
 @click.option("--tokens", is_flag=True, help="Ask the server for token ids and log-probs (vLLM, SGLang).")
-@click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of one model call.")
+@click.option("--max-tokens", type=COUNT, help="Maximum number of tokens of one model call.")
 @click.option("-T", "--temperature", type=click.FloatRange(0), help="Sampling temperature.")
-@click.option("-S", "--sampling-args", type=_Object(), help="Sampling parameters, as a JSON object; they go first.")
+@click.option("-S", "--sampling-args", type=_Object(), help="Sampling parameters, as a JSON object; override others.")
 @click.option("-e", "--env", "backend", help="Sandbox backend: local, docker or module:Class.")
-@click.option("--shuffle", is_flag=True, help="Shuffle the rows before the first N are taken.")
-@click.option("--seed", "--shuffle-seed", type=int, default=0, show_default=True, help="Seed of --shuffle.")
-@click.option("--max-retries", type=click.IntRange(0), default=3, show_default=True, help="Retries after faults.")
+@click.option("--shuffle", is_flag=True, help="Shuffle the rows before taking the first N.")
+@click.option("--seed", "--shuffle-seed", type=int, default=0, help="Seed of --shuffle.")
+@click.option("--max-retries", type=click.IntRange(0), default=3, help="Retries after faults.")
 @click.option("--independent", "--independent-scoring", is_flag=True, help="Score each rollout alone, not its group.")
-@click.option("-C", "--state-columns", default="", help="Keys of the state to keep in each row, separated by commas.")
 @click.option(
-    "-o",
-    "--out",
-    "--output-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Directory to save results to.",
+    "-C",
+    "--state-columns",
+    default="",
+    show_default=False,
+    help="Keys of the state to keep in each row, separated by commas.",
 )
+@click.option("-o", "--out", "--output-dir", type=DIRECTORY, help="Directory to save results to.")
 @click.option("-s", "--save", "--save-results", is_flag=True, help="Save results below ./outputs.")
-@click.option("--samples", type=click.Path(path_type=Path, dir_okay=False), help="Write training samples to FILE.")
+@click.option("--samples", type=FILE, help="Write training samples to FILE.")
 @click.option(
     "--format",
     "form",
     type=click.Choice(["pier", "sft", "verl", "trl", "skyrl"]),
     default="pier",
-    show_default=True,
     help="Format of the samples: all fields, messages alone, or what a trainer loads.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def rollout(module: str, **flags: Any) -> None:
     """Roll out the environment of MODULE, a Python file, directory or module with load_environment().
 
-    The same command with the same --out goes on where an earlier one ended.
+    The same command with the same --out resumes an earlier run.
 
     \b
     Examples:
@@ -164,8 +143,7 @@ def rollout(module: str, **flags: Any) -> None:
 
 
 def _client(flags: dict[str, Any]) -> Any:
-    """Who samples: the server that flags describe, or None, so that the model's name says it."""
-    from pier.errors import UsageError
+    """Return the server from the flags; None if the name of the model determines the provider."""
     from pier.rollout.client import ClientConfig
 
     if str(flags["backend"]).endswith(".toml"):
@@ -182,15 +160,13 @@ def _client(flags: dict[str, Any]) -> Any:
 
 
 async def _evaluate(environment: Any, client: Any, flags: dict[str, Any], on_state: Any) -> dict[str, Any]:
-    from pier.errors import UsageError
-
     sampling = {name: flags[name] for name in ("max_tokens", "temperature") if flags[name] is not None}
     sampling |= flags["sampling_args"] or {}
 
     def check(rows: list[Any], left: list[Any]) -> None:
         if flags["samples"] and len(left) < len(rows):
-            done = f"{len(rows) - len(left)} rollouts of {flags['out']} are done, and their samples are not there"
-            raise UsageError(f"cannot write {flags['samples']}: {done}", hint="another -o DIR, or leave --samples out")
+            done = f"{len(rows) - len(left)} rollouts in {flags['out']} are done, and their samples were not kept"
+            raise UsageError(f"cannot write {flags['samples']}: {done}", hint="use another -o DIR, or omit --samples")
 
     return await environment.evaluate(
         client,
@@ -203,7 +179,7 @@ async def _evaluate(environment: Any, client: Any, flags: dict[str, Any], on_sta
         independent_scoring=flags["independent"],
         shuffle=flags["shuffle"],
         shuffle_seed=flags["seed"],
-        state_columns=[name for name in flags["state_columns"].split(",") if name],
+        state_columns=[name for name in (flags["state_columns"] or "").split(",") if name],
         results_path=flags["out"],
         save_results=flags["save"] or flags["out"] is not None,
         on_start=check,

@@ -1,5 +1,5 @@
-"""`pier run`: run agents on tasks and grade the results. Its flags are Harbor's, where Harbor has them. They are made
-from the model of a job's settings and shown in groups; other commands take some of them, and jobs by name."""
+"""`pier run`, and the options that other commands share with it. Flags follow Harbor's. They are generated from the
+model of a job's settings and shown in groups."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import click
 from click.shell_completion import CompletionItem
 
 from pier.cli.main import enable_debug
+from pier.cli.options import FILE, PATH
+from pier.errors import PierError
 
 if TYPE_CHECKING:
-    from pier.errors import PierError
     from pier.job.command import Show
     from pier.job.config import JobConfig, Setting
 
@@ -26,7 +27,7 @@ _JOBS_DIR = "pier.jobs_dir"
 
 
 class JobPath(click.Path):
-    """The directory of a job or trial: a path or, if there is no such path, one in `--jobs-dir` (see `JOBS_DIR`)."""
+    """The directory of a job or trial: an existing path, else a name in `--jobs-dir` (see `JOBS_DIR`)."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -40,26 +41,25 @@ class JobPath(click.Path):
         base, _, last = incomplete.rpartition("/")
         paths = sorted(ctx.meta.get(_JOBS_DIR, Path("jobs")).joinpath(base).glob(f"{glob.escape(last)}*/"))
         names = [path.name for path in paths if not path.name.startswith(".")]
-        found = [CompletionItem(f"{base}/{name}" if base else name) for name in names]
-        return found or [CompletionItem(incomplete, type="dir")]
+        items = [CompletionItem(f"{base}/{name}" if base else name) for name in names]
+        return items or [CompletionItem(incomplete, type="dir")]
 
 
 JOBS_DIR = click.option(
     "-o",
     "--jobs-dir",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=Path("jobs"),
-    show_default=True,
     is_eager=True,
     expose_value=False,
     callback=lambda ctx, param, value: ctx.meta.__setitem__(_JOBS_DIR, value),
-    help="Directory of jobs that are given by name.",
+    help="Directory of jobs.",
 )
-"""Eager, so that `JobPath` knows it."""
+"""Eager, so that it is processed before `JobPath` arguments."""
 
 
 class GroupedOption(click.Option):
-    """An option that help shows in `group`, in the order of `rank`."""
+    """An option that help shows in `group`, sorted by `rank`."""
 
     def __init__(self, *args: Any, group: str, rank: int = 0, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -67,7 +67,7 @@ class GroupedOption(click.Option):
 
 
 class SettingOption(GroupedOption):
-    """The flag of one setting of a job. Not given, it is None or empty."""
+    """The flag of a job setting. Without the flag, its value is None or empty."""
 
     def __init__(self, setting: Setting) -> None:
         assert setting.flag is not None
@@ -89,7 +89,7 @@ class SettingOption(GroupedOption):
 
 
 class SettingValue(click.ParamType):
-    """A value for the model of settings, which checks it; completion knows its choices."""
+    """A value that the model of settings validates, with completion of its choices."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -118,7 +118,7 @@ def _choices(setting: Setting) -> list[str]:
 
 
 def _repeats(setting: Setting) -> bool:
-    """Whether the flag may be given several times: lists, tables, and whatever is one of several tables of a job."""
+    """Whether the flag is repeatable: lists, tables, and settings of tables that a job has several of."""
     assert setting.flag is not None
     if setting.flag.form != "value":
         return setting.flag.form != "json"
@@ -127,7 +127,7 @@ def _repeats(setting: Setting) -> bool:
 
 
 def destination(setting: Setting) -> str:
-    """The name of the parameter, from the longest name of the flag: `--n-attempts` is `n_attempts`."""
+    """Return the name of the parameter, from the longest name of the flag: `--n-attempts` is `n_attempts`."""
     name = max((name.partition("/")[0] for name in setting.names), key=len)
     return name.lstrip("-").replace("-", "_")
 
@@ -141,14 +141,14 @@ def _with_default(setting: Setting) -> str:
 
 @cache
 def setting_options() -> tuple[SettingOption, ...]:
-    """An option for each flag of the model."""
+    """Return an option for each flag of the model."""
     from pier.job.config import settings
 
     return tuple(SettingOption(setting) for setting in settings() if setting.flag is not None)
 
 
 class HarborCommand(click.Command):
-    """A command that Harbor has too: flags of Harbor's that pier does not support are refused by name."""
+    """A command that refuses unsupported flags of Harbor by name."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -159,23 +159,22 @@ class HarborCommand(click.Command):
             raise
 
     def refusal(self, flag: str) -> PierError | None:
-        """The error for a flag that its users know from elsewhere; None for an unknown one."""
+        """Return the error for a flag that another program has; None for an unknown one."""
         from pier.job.load import unsupported
 
         return unsupported(flag)
 
 
 class SettingsCommand(HarborCommand):
-    """A command that takes the settings of a job; the model is loaded when they are asked for. Its help shows options
-    in groups."""
+    """A command with flags for the settings of a job. Its help shows options in groups."""
 
     groups: tuple[str, ...] = ()
     settings_below = ""
-    """Only settings whose key begins with this."""
+    """Prefix of the keys of its settings."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        made = [option for option in setting_options() if option.setting.key.startswith(self.settings_below)]
-        return [*made, *super().get_params(ctx)]
+        options = [option for option in setting_options() if option.setting.key.startswith(self.settings_below)]
+        return [*options, *super().get_params(ctx)]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows: dict[str, list[tuple[str, str]]] = {group: [] for group in (COMMON, *self.groups)}
@@ -183,20 +182,20 @@ class SettingsCommand(HarborCommand):
         for param in sorted(options, key=lambda option: getattr(option, "rank", 0)):
             if (row := param.get_help_record(ctx)) is not None:
                 rows.setdefault(getattr(param, "group", "Other"), []).append(row)
-        for group, found in rows.items():
-            if found:
+        for group, records in rows.items():
+            if records:
                 with formatter.section(group):
-                    formatter.write_dl(found)
+                    formatter.write_dl(records)
 
 
 class LimitsCommand(SettingsCommand):
-    """A command that takes the limits of a whole job."""
+    """A command with flags for the limits of a whole job."""
 
     settings_below = "budget."
 
 
 def given_settings(params: dict[str, Any]) -> Iterator[tuple[Setting, Any]]:
-    """The settings that the command line sets."""
+    """Yield the settings that the command line sets."""
     for option in setting_options():
         value = params.get(option.name or "")
         if value is not None and value != ():
@@ -214,19 +213,18 @@ class RunCommand(SettingsCommand):
 
 
 def grouped_option(*names: str, group: str, **settings: Any) -> Any:
-    """An option that help shows in `group`."""
     return click.option(*names, cls=GroupedOption, group=group, **settings)
 
 
 def _with_versions(config: JobConfig) -> JobConfig:
-    """Agents of the version `latest` with the number that this is now, so that the job keeps to it."""
+    """Replace the agent version `latest` by the current number, so that the job keeps using it."""
     agents = []
     for agent in config.agents:
         if agent.name and agent.name.endswith("@latest"):
             from pier.agent.contract import resolved
 
             agent = agent.model_copy(update={"name": resolved(agent.name)})
-            click.echo(f"the newest version is {agent.name}", err=True)
+            click.echo(f"using the newest version: {agent.name}", err=True)
         agents.append(agent)
     return config.model_copy(update={"agents": agents})
 
@@ -242,7 +240,7 @@ def _with_versions(config: JobConfig) -> JobConfig:
 )
 @grouped_option(
     "--samples",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     group="Output",
     help="Write training samples of all trials to this file: .jsonl, or .parquet.",
 )
@@ -253,8 +251,8 @@ def _with_versions(config: JobConfig) -> JobConfig:
 def run(tasks: tuple[str, ...], **flags: Any) -> None:
     """Run agents on TASKS and grade the results.
 
-    TASKS are directories of tasks, single tasks, or URL#PATH of git repositories. The same command again continues a
-    job that was interrupted.
+    TASKS are directories of tasks, single tasks, or URL#PATH of git repositories. Repeat the command to continue an
+    interrupted job.
 
     \b
     Examples:
@@ -282,8 +280,8 @@ def run(tasks: tuple[str, ...], **flags: Any) -> None:
 
 
 def _with_samples(config: JobConfig, env: dict[str, str], show: Show, path: Path, *, yes: bool) -> int:
-    """Run a job and write the samples of its trials, made in memory as they run. Trials that an earlier run finished
-    are in the file too; a run that is interrupted leaves those of its finished trials."""
+    """Run a job and write the samples of its trials while they run. The file includes trials of earlier runs; after an
+    interrupt it contains the finished trials."""
     from pier.job.command import run_and_report
     from pier.rollout.export import Report, sink_for
     from pier.rollout.rollouts import Rollout, RolloutCollector

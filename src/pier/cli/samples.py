@@ -1,4 +1,4 @@
-"""`pier samples`: export the training samples of trials and jobs, and prove that a file keeps its promises."""
+"""`pier samples`: export the training samples of trials and jobs, and check sample files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import click
 
 from pier.cli.main import JSON, echo
+from pier.cli.options import COUNT, EXISTING, PATH
+from pier.errors import UsageError
 from pier.sizes import columns
 
 
@@ -17,7 +19,6 @@ def samples() -> None:
 
 
 def _known_format(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    from pier.errors import UsageError
     from pier.rollout.export import FORMATS
 
     if value not in FORMATS:
@@ -26,16 +27,13 @@ def _known_format(ctx: click.Context, param: click.Parameter, value: str) -> str
 
 
 @samples.command()
-@click.argument("places", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option(
-    "-o", "--out", type=click.Path(path_type=Path), help="File to write: .jsonl, or .parquet (needs pyarrow)."
-)
+@click.argument("places", nargs=-1, required=True, type=EXISTING)
+@click.option("-o", "--out", type=PATH, help="File to write: .jsonl, or .parquet (needs pyarrow).")
 @click.option(
     "--format",
     "form",
     callback=_known_format,
     default="pier",
-    show_default=True,
     help="Output format: pier (all fields), sft (messages), or what a trainer loads: verl, trl, skyrl.",
 )
 @click.option(
@@ -44,18 +42,17 @@ def _known_format(ctx: click.Context, param: click.Parameter, value: str) -> str
     multiple=True,
     type=click.Choice(["main", "sub_agent", "side", "foreign"]),
     default=("main", "sub_agent"),
-    show_default=True,
-    help="Which calls make samples; can be given several times.",
+    help="Kind of calls to export; repeatable.",
 )
-@click.option("--trainable", is_flag=True, help="Only samples with a reward that the agent earned.")
+@click.option("--trainable", is_flag=True, help="Export only samples with a reward that the agent earned.")
 @JSON
 def export(
     places: tuple[Path, ...], out: Path | None, form: str, kinds: tuple[str, ...], trainable: bool, as_json: bool
 ) -> None:
-    """Turn the recordings of trials and jobs into training samples: exact token ids, loss mask, log-probs, reward.
+    """Export training samples from recordings. They have exact token ids, a loss mask, log-probs and a reward.
 
-    Without --out the samples are only listed. Nothing is tokenised anew: calls whose server gave no token ids make
-    samples without them (serve with token ids: `tokens = true` in providers.toml, or `pier gateway serve --tokens`).
+    Without --out the samples are only listed. Text is never tokenised again: calls without token ids from the server
+    yield samples without them (to request them: `tokens = true` in providers.toml, or `pier gateway serve --tokens`).
     """
     from contextlib import nullcontext
 
@@ -83,15 +80,15 @@ def _samples_table(rows: list[dict[str, Any]]) -> list[str]:
 
 @samples.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--vocab-size", type=click.IntRange(1), help="Also check that no id is outside of this vocabulary.")
+@click.option("--vocab-size", type=COUNT, help="Also check that all ids are below this size.")
 @JSON
 @click.pass_context
 def check(ctx: click.Context, files: tuple[Path, ...], vocab_size: int | None, as_json: bool) -> None:
-    """Prove the promises of samples in FILES of the format `pier`; exits with 1 if one is broken.
+    """Check the samples in FILES of the format `pier`. Exits with 1 if one is invalid.
 
-    Ids, mask and log-probs have one length; the mask is 1 on exactly the sampled tokens that are trained, each of them
-    trained once and with a log-prob; what continues another call begins with its ids; what counts for nothing is not
-    trainable. Samples with ids and no log-probs, which train nothing, are counted.
+    Ids, mask and log-probs must have the same length. The mask must be 1 on exactly the sampled tokens that are
+    trained, each once and with a log-prob. A sample that continues another call must begin with its ids. Samples that
+    do not count must not be trainable. Samples with ids and without log-probs train nothing and are counted.
     """
     from pier.rollout.check import check_file
 

@@ -1,4 +1,4 @@
-"""`pier sandbox`: run a command in a new sandbox, and reach the ones that run."""
+"""`pier sandbox`: run a command in a new sandbox, and access running ones."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pier.cli.main import JSON, echo
+from pier.cli.options import combine
+from pier.errors import SandboxError
 from pier.sizes import columns, parse_size
 
 if TYPE_CHECKING:
@@ -45,18 +47,15 @@ class Size(click.ParamType[int]):
 _command = click.argument("command", nargs=-1, type=click.UNPROCESSED)
 
 
-def _exec_options(function: Any) -> Any:
-    for option in (
-        click.option("-w", "--workdir", metavar="DIR", help="Where the command starts."),
-        click.option("-u", "--user", metavar="USER", help="Name or uid[:gid] that the command runs as."),
-        click.option(
-            "--env", multiple=True, metavar="NAME=VALUE", help="Set a variable; NAME alone forwards this shell's."
-        ),
-        click.option("--tty", is_flag=True, help="Give the command a terminal."),
-        click.option("--interactive", is_flag=True, help="Forward stdin."),
-    ):
-        function = option(function)
-    return function
+_exec_options = combine(
+    click.option("-w", "--workdir", metavar="DIR", help="Working directory of the command."),
+    click.option("-u", "--user", metavar="USER", help="Name or uid[:gid] that the command runs as."),
+    click.option(
+        "--env", multiple=True, metavar="NAME=VALUE", help="Set a variable; NAME alone forwards this shell's."
+    ),
+    click.option("--tty", is_flag=True, help="Give the command a terminal."),
+    click.option("--interactive", is_flag=True, help="Forward stdin."),
+)
 
 
 @click.group()
@@ -65,8 +64,8 @@ def sandbox() -> None:
 
 
 @sandbox.command(context_settings={"allow_interspersed_args": False})
-@click.option("--image", default="host", show_default=True, help="Image of the root file system.")
-@click.option("--network", type=click.Choice(["none", "public"]), default="none", show_default=True)
+@click.option("--image", default="host", help="Image of the root file system.")
+@click.option("--network", type=click.Choice(["none", "public"]), default="none", help="Network access.")
 @click.option("--allow", multiple=True, metavar="HOST", help="Allow access to this host only; repeatable.")
 @click.option("--cpus", type=float, help="Number of CPUs, such as 1.5.")
 @click.option(
@@ -76,15 +75,15 @@ def sandbox() -> None:
 @click.option("--disk", type=Size(), help="Disk limit; 0 for unlimited.  [default: half of the free space]")
 @click.option("--open-files", type=int, help="Maximum number of open files per process.")
 @click.option("--volume", multiple=True, metavar="SRC:DST[:ro|rw]", help="Mount a path of this machine.")
-@click.option("--name", default="", help="A name for `pier sandbox exec`.")
-@click.option("--hostname", default="pier", show_default=True)
+@click.option("--name", default="", show_default=False, help="Name for `pier sandbox exec`.")
+@click.option("--hostname", default="pier", help="Host name inside the sandbox.")
 @click.option("--no-new-privileges", is_flag=True, help="Prevent processes from gaining privileges, including by sudo.")
 @_exec_options
 @_command
 def run(command: tuple[str, ...], interactive: bool, tty: bool, **options: Any) -> None:
     """Run a command in a new sandbox and remove it afterwards.
 
-    The exit code is the command's. Without a command the image's own is run.
+    Exits with the code of the command. Without a command, the image's default command is run.
     """
     sys.exit(asyncio.run(_until_terminated(_run(command, interactive, tty, options))))
 
@@ -92,7 +91,7 @@ def run(command: tuple[str, ...], interactive: bool, tty: bool, **options: Any) 
 @sandbox.command("list")
 @JSON
 def list_(as_json: bool) -> None:
-    """List the sandboxes that `pier sandbox run` keeps running."""
+    """List the running sandboxes of `pier sandbox run`."""
     from pier.sandbox.remote import list_running
 
     rows = list_running()
@@ -111,7 +110,7 @@ def list_(as_json: bool) -> None:
 @click.argument("name")
 @_command
 def exec_(name: str, command: tuple[str, ...], interactive: bool, tty: bool, **options: Any) -> None:
-    """Run one more command in a running sandbox, by its name or id."""
+    """Run another command in a running sandbox, given by name or id."""
     command = command[1:] if command[:1] == ("--",) else command
     if not command:
         raise click.UsageError("missing COMMAND")
@@ -121,7 +120,7 @@ def exec_(name: str, command: tuple[str, ...], interactive: bool, tty: bool, **o
 @sandbox.command()
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 def stop(names: tuple[str, ...]) -> None:
-    """Stop running sandboxes, by their names or ids."""
+    """Stop running sandboxes, given by name or id."""
     from pier.frames import REQUEST, pack
 
     for name in names:
@@ -132,7 +131,7 @@ def stop(names: tuple[str, ...]) -> None:
 
 
 async def _until_terminated(work: Coroutine[Any, Any, int]) -> int:
-    """SIGTERM and SIGHUP end the work as Ctrl-C does: everything is removed first."""
+    """Handle SIGTERM and SIGHUP like Ctrl-C: clean up, then exit."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -174,14 +173,14 @@ async def _run(command: tuple[str, ...], interactive: bool, tty: bool, options: 
                 await process.resize(*terminal_size())
             code = await _attach(process, interactive, tty, ended)
         if code == 127 and argv == [_SHELL] and not command:
-            click.echo(f"{reference} has neither a default command nor a shell: give the program to run", err=True)
+            click.echo(f"{reference} has neither a default command nor a shell: specify a command", err=True)
         return code
 
 
 def _env(rows: tuple[str, ...]) -> dict[str, str]:
-    given = (row.partition("=") for row in rows)
-    found = {name: value if equals else os.environ.get(name) for name, equals, value in given}
-    return {name: value for name, value in found.items() if value is not None}
+    pairs = (row.partition("=") for row in rows)
+    values = {name: value if equals else os.environ.get(name) for name, equals, value in pairs}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 async def _attach(process: Process, interactive: bool, tty: bool, ended: asyncio.Event) -> int:
@@ -226,8 +225,7 @@ def _exec(name: str, command: tuple[str, ...], interactive: bool, tty: bool, opt
 
 @contextlib.contextmanager
 def _dial(name: str) -> Iterator[socket.socket]:
-    """A connection to a running sandbox; `SandboxError` if that goes away."""
-    from pier.errors import SandboxError
+    """Connect to a running sandbox; raise `SandboxError` if it is gone."""
     from pier.frames import dial
     from pier.sandbox.remote import find_running
 
@@ -245,7 +243,7 @@ def _dial(name: str) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def _raw() -> Iterator[None]:
-    """The terminal passes every key on while this lasts. Without a terminal nothing changes."""
+    """Put the terminal, if any, into raw mode."""
     if not sys.stdin.isatty():
         yield
         return
@@ -258,7 +256,7 @@ def _raw() -> Iterator[None]:
 
 
 async def _pump(on_data: Callable[[bytes], Awaitable[None]], on_end: Callable[[], Awaitable[None]]) -> None:
-    """Pass this process's stdin on until its end. The thread that reads dies with the process."""
+    """Forward stdin until its end. The reading thread is a daemon, since reads cannot be cancelled."""
     loop = asyncio.get_running_loop()
     chunks: asyncio.Queue[bytes] = asyncio.Queue()
     room = threading.Semaphore(16)
@@ -283,7 +281,7 @@ async def _pump(on_data: Callable[[bytes], Awaitable[None]], on_end: Callable[[]
 
 @contextlib.contextmanager
 def _resizing(on_resize: Callable[[int, int], Awaitable[None]]) -> Iterator[None]:
-    """Report each change of this terminal's size."""
+    """Forward changes of the terminal's size."""
     from pier.cli.workspace_exec import terminal_size
 
     loop = asyncio.get_running_loop()

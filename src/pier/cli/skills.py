@@ -1,4 +1,4 @@
-"""`pier skills`: a task's skills for agents that run on this machine, and bundles of skills."""
+"""`pier skills`: a task's skills for agents on this machine, and bundles of skills."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 import click
 
 from pier.cli.main import JSON, echo
+from pier.cli.options import DIRECTORY
 from pier.sizes import columns
-
-_directory = click.Path(file_okay=False, path_type=Path)
 
 
 @click.group(invoke_without_command=True)
@@ -18,10 +17,10 @@ _directory = click.Path(file_okay=False, path_type=Path)
 @JSON
 @click.pass_context
 def skills(ctx: click.Context, agents: tuple[str, ...], as_json: bool) -> None:
-    """Register the task's skills for the agents in use, in a workspace without a sandbox.
+    """Register the task's skills with the agents in use, in a workspace without a sandbox.
 
-    They are taken out of the task's image (`skills_dir` in task.toml) and put where agents look for them in the
-    workspace. In a workspace with a sandbox this is done when it starts.
+    The skills are copied from the task's image (`skills_dir` in task.toml) to the agents' skill directories in the
+    workspace. A workspace with a sandbox does this when it starts.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -34,16 +33,16 @@ def skills(ctx: click.Context, agents: tuple[str, ...], as_json: bool) -> None:
     found = asyncio.run(
         install_skills(workspace, agents_in_use(workspace, agents), lambda line: click.echo(line, err=True))
     )
-    notes = ["kept: another skill of this name is there" if s.kept else f"for {', '.join(s.agents)}" for s in found]
+    notes = ["skipped: another skill has this name" if s.kept else f"for {', '.join(s.agents)}" for s in found]
     rows = [(s.name, s.path.relative_to(workspace.root), note) for s, note in zip(found, notes, strict=True)]
     echo([asdict(skill) for skill in found], as_json, columns(*rows) if rows else ())
 
 
 @skills.command()
-@click.argument("bundles", nargs=-1, required=True, type=_directory)
-@click.option("-o", "--output", required=True, type=_directory, help="Directory to write; it must be new or empty.")
+@click.argument("bundles", nargs=-1, required=True, type=DIRECTORY)
+@click.option("-o", "--output", required=True, type=DIRECTORY, help="Directory to write; it must be new or empty.")
 def compose(bundles: tuple[Path, ...], output: Path) -> None:
-    """Put the skills of several BUNDLES, directories with skills, into one directory."""
+    """Combine several BUNDLES (directories of skills) in one directory."""
     from pier.workspace.skills import compose as put_together
 
     for path in put_together(bundles, output):
@@ -52,7 +51,7 @@ def compose(bundles: tuple[Path, ...], output: Path) -> None:
 
 @skills.command()
 def path() -> None:
-    """Print where the skill is that teaches an agent to use pier.
+    """Print the path of the skill that teaches an agent to use pier.
 
     For example: pier start TASK -d DIR --skill "$(pier skills path)"
     """

@@ -1,4 +1,4 @@
-"""`pier task`: make, check, list and show tasks."""
+"""`pier task`: create, check, list and show tasks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pier.cli.main import JSON
+from pier.cli.options import COUNT, PATH
+from pier.errors import UsageError
 
 if TYPE_CHECKING:
     from pier.task import Task
@@ -21,20 +23,20 @@ if TYPE_CHECKING:
 
 
 _MANY = 40
-"""More findings than this are grouped by rule."""
+"""Maximum number of findings that are listed one by one instead of by rule."""
 _EXAMPLES = 3
 
 
 @click.group()
 def task() -> None:
-    """Make, check and list tasks."""
+    """Create, check and list tasks."""
 
 
 @task.command()
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--org", default="local", show_default=True, help="The part of the task's name before the slash.")
+@click.argument("directory", type=PATH)
+@click.option("--org", default="local", help="Part of the task's name before the slash.")
 def init(directory: Path, org: str) -> None:
-    """Write a new task that works as it is, to be changed into yours."""
+    """Create a small working task in DIRECTORY as a starting point."""
     from pier.task.check import create_task
 
     for path in create_task(directory, org):
@@ -44,22 +46,20 @@ def init(directory: Path, org: str) -> None:
 
 @task.command()
 @click.argument("sources", nargs=-1, required=True)
-@click.option("--run", is_flag=True, help="Also run it: the oracle must earn 1, doing nothing must not.")
-@click.option(
-    "-k", "--attempts", default=1, show_default=True, type=click.IntRange(1), help="Attempts of each agent, with --run."
-)
-@click.option("--strict", is_flag=True, help="Warnings count as errors.")
+@click.option("--run", is_flag=True, help="Also run it: the oracle must earn 1, and doing nothing must not.")
+@click.option("-k", "--attempts", default=1, type=COUNT, help="Attempts of each agent, with --run.")
+@click.option("--strict", is_flag=True, help="Treat warnings as errors.")
 @click.option("--image", help="Run in this image instead of the task's own.")
-@click.option("-e", "--env", "backend", default="local", show_default=True, help="The backend to run on.")
-@click.option("-n", "--concurrency", default=2, show_default=True, type=click.IntRange(1), help="Trials at once.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Keep the trials' files in this directory.")
+@click.option("-e", "--env", "backend", default="local", help="Sandbox backend.")
+@click.option("-n", "--concurrency", default=2, type=COUNT, help="Number of concurrent trials.")
+@click.option("-o", "--output", type=PATH, help="Keep the trials' files in this directory.")
 @click.option("--all", "show_all", is_flag=True, help="List every finding instead of grouping many by rule.")
 @JSON
 def check(
     sources: tuple[str, ...], run: bool, strict: bool, image: str | None, show_all: bool, as_json: bool, **how: Any
 ) -> None:
-    """Check tasks for mistakes. With --run, also prove that the solution passes, that doing nothing does not, and that
-    the fix is not in the history of a repository."""
+    """Check tasks for mistakes. With --run, also verify that the solution passes, that doing nothing does not, and that
+    the history of a repository does not contain the fix."""
     from pier.task.sources import find_tasks
 
     paths = [origin.path for source in sources for origin in find_tasks(source, warn=_warn)]
@@ -85,7 +85,7 @@ def check(
 
 
 def lint_all(path: Path, image: str | None) -> list[Problem]:
-    """All static checks of a task; `image` replaces the image that the task names."""
+    """Run all static checks of a task; `image` replaces the task's image."""
     from pier.task.check import lint
     from pier.trial.check import lint_services
 
@@ -128,7 +128,7 @@ def _print_problems(problems: list[Problem], tasks: int, *, show_all: bool) -> N
 
 
 def _print_groups(problems: list[Problem]) -> None:
-    """Errors first, then by how often a rule is broken, each with a few examples."""
+    """Print problems grouped by rule: errors first, then by frequency, with a few examples each."""
     groups: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems:
         groups.setdefault((problem.level, problem.rule), []).append(problem)
@@ -162,7 +162,7 @@ def proof_row(proof: Proof) -> dict[str, Any]:
 @click.option("--sample-seed", type=int, help="Shuffle the tasks with this seed first.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def list_tasks(sources: tuple[str, ...], as_json: bool, **chosen: Any) -> None:
-    """List the tasks of directories, repositories, dataset.toml and registry.json files."""
+    """List tasks. SOURCES are directories, repositories, dataset.toml and registry.json files."""
     from pier.task.sources import Selection, resolve_sources
 
     selection = Selection(**chosen)
@@ -178,8 +178,7 @@ def list_tasks(sources: tuple[str, ...], as_json: bool, **chosen: Any) -> None:
 @click.argument("source")
 @JSON
 def show(source: str, as_json: bool) -> None:
-    """Show one task: its settings with every default filled in, and its instruction."""
-    from pier.errors import UsageError
+    """Show a task: its settings including defaults, and its instruction."""
     from pier.task.sources import resolve_sources
 
     found = resolve_sources([source], verify=False, warn=_warn)
@@ -211,7 +210,7 @@ def show(source: str, as_json: bool) -> None:
 
 
 def _networks(found: Task) -> str:
-    """The network of all phases, or of each where they differ."""
+    """Describe the network of all phases, or of each if they differ."""
     from pier.trial.plan import plan_network
 
     plan = plan_network(found.config.environment, found.steps, override=None, hosts=(), agent_hosts=())

@@ -1,4 +1,4 @@
-"""`pier capture` and `pier traces`: trajectories of agent sessions, saved, listed, shown and shared."""
+"""`pier capture` and `pier traces`: save, list, show and export trajectories of agent sessions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pier.cli.main import JSON, echo
+from pier.cli.options import FILE, PATH
 from pier.cli.trajectory import print_trajectory
+from pier.errors import UsageError, WorkspaceError
 from pier.sizes import columns
 
 if TYPE_CHECKING:
@@ -19,15 +21,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option(
-    "--session-dir", metavar="DIR", help="Where the logs are: in a workspace's sandbox, else on this machine."
+    "--session-dir", metavar="DIR", help="Directory of the logs, in a workspace's sandbox or on this machine."
 )
-@click.option("-a", "--agent", metavar="NAME", help="The agent that made the session.  [default: any]")
+@click.option("-a", "--agent", metavar="NAME", help="Agent of the session.  [default: any]")
 @click.option(
     "--session", metavar="ID", help="The session: its time in a workspace, else its id.  [default: the newest]"
 )
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Directory to save to.  [default: .pier/trials/TIME]"
-)
+@click.option("-o", "--output", type=PATH, help="Directory to save to.  [default: .pier/trials/TIME]")
 @JSON
 def capture(
     session_dir: str | None, agent: str | None, session: str | None, output: Path | None, as_json: bool
@@ -54,8 +54,7 @@ def capture(
 
 
 def _workspace() -> Workspace | None:
-    """The workspace around the working directory."""
-    from pier.errors import WorkspaceError
+    """Return the enclosing workspace, if any."""
     from pier.workspace.workspace import Workspace
 
     try:
@@ -68,17 +67,16 @@ def _workspace() -> Workspace | None:
 
 @click.command()
 @click.argument("words", nargs=-1, metavar="[show] [ID]")
-@click.option("--all", "every", is_flag=True, help="Export all of them.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Archive to write: FILE.tar.gz.")
+@click.option("--all", "every", is_flag=True, help="Export all traces.")
+@click.option("-o", "--output", type=FILE, help="Archive to write: FILE.tar.gz.")
 @click.option("--full", is_flag=True, help="With show: do not truncate text.")
 @JSON
 def traces(words: tuple[str, ...], every: bool, output: Path | None, full: bool, as_json: bool) -> None:
     """List the trials of this workspace or directory, or export them with -o.
 
-    ID is the name of a trial or its beginning; the newest by default. `pier traces show [ID]` prints its trajectory.
-    The archive holds regular files only, and no secrets; redactions.json in it says what was removed.
+    ID is the name of a trial or a prefix of it; the newest by default. `pier traces show [ID]` prints its trajectory.
+    The archive contains regular files only, without secrets; its redactions.json lists what was removed.
     """
-    from pier.errors import UsageError
     from pier.workspace.traces import export, find_trace, list_traces, trace_rows, traces_home
 
     showing = words[:1] == ("show",)
@@ -102,7 +100,7 @@ def traces(words: tuple[str, ...], every: bool, output: Path | None, full: bool,
 
 
 def _redactor() -> Redactor:
-    """Finds the values of this machine's secret variables and logins, and of the workspace's."""
+    """Return a redactor for the secrets in this machine's variables and logins, and in the workspace's."""
     import os
 
     from pier.redact import Redactor
@@ -113,7 +111,6 @@ def _redactor() -> Redactor:
 
 
 def _show(directory: Path, *, full: bool, as_json: bool) -> None:
-    from pier.errors import UsageError
     from pier.job.view import TrialView
     from pier.trajectory.model import read
 

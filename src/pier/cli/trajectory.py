@@ -1,35 +1,36 @@
-"""`pier trajectory`: convert, check, show and count trajectories."""
+"""`pier trajectory`: convert, validate, show and count trajectories."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from pier.cli.main import JSON, echo
+from pier.cli.options import EXISTING, PATH
+from pier.errors import UsageError
+from pier.trajectory.model import Trajectory, dump, find, read
+from pier.trajectory.show import lines as step_lines
+from pier.trajectory.show import stats as count
 
-if TYPE_CHECKING:
-    from pier.trajectory.model import Trajectory
-
-PLACE = click.argument("places", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+PLACE = click.argument("places", nargs=-1, required=True, type=EXISTING)
 
 
 @click.group()
 def trajectory() -> None:
-    """Validate, show and count trajectories. A PLACE is a trajectory file or a trial's directory."""
+    """Convert, validate, show and count trajectories. A PLACE is a trajectory file or a trial's directory."""
 
 
 @trajectory.command()
 @PLACE
 @JSON
-@click.option("--strict/--no-strict", default=True, help="Also check the rules that pier adds to ATIF.")
-@click.option("--media/--no-media", default=True, help="Also check that the referenced pictures exist.")
+@click.option("--strict/--no-strict", default=True, help="Also check pier's additional rules.")
+@click.option("--media/--no-media", default=True, help="Also check that referenced images exist.")
 @click.pass_context
 def validate(ctx: click.Context, places: tuple[Path, ...], as_json: bool, strict: bool, media: bool) -> None:
-    """Check trajectories against ATIF and pier's stricter rules; exits with 1 if any is broken."""
-    from pier.trajectory.model import find
+    """Check trajectories against ATIF and pier's rules. Exits with 1 if any is invalid."""
     from pier.trajectory.rules import validate_file
 
     report: list[dict[str, Any]] = []
@@ -45,15 +46,14 @@ def validate(ctx: click.Context, places: tuple[Path, ...], as_json: bool, strict
 
 
 @trajectory.command()
-@click.argument("place", type=click.Path(exists=True, path_type=Path))
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A file, or a directory for many.")
+@click.argument("place", type=EXISTING)
+@click.option("-o", "--output", required=True, type=PATH, help="A file, or a directory for many.")
 @click.option("-a", "--agent", help="Agent that wrote the logs; detected by default.")
 @JSON
 @click.pass_context
 def convert(ctx: click.Context, place: Path, output: Path, agent: str | None, as_json: bool) -> None:
-    """Write agents' own session logs as trajectories. PLACE is a log, or a directory that holds some. Exits with 1 if
-    one of several could not be read; the others are written."""
-    from pier.errors import UsageError
+    """Convert agents' session logs to trajectories. PLACE is a log or a directory of logs. Exits with 1 if any of them
+    cannot be read; the others are converted."""
     from pier.trajectory.native.convert import convert as write
     from pier.trajectory.native.convert import find_sessions, targets
 
@@ -71,26 +71,22 @@ def convert(ctx: click.Context, place: Path, output: Path, agent: str | None, as
 
 
 @trajectory.command()
-@click.argument("place", type=click.Path(exists=True, path_type=Path))
+@click.argument("place", type=EXISTING)
 @JSON
 @click.option("--full", is_flag=True, help="Do not truncate text.")
 def show(place: Path, as_json: bool, full: bool) -> None:
     """Print a trajectory step by step."""
-    from pier.trajectory.model import find, read
-
     print_trajectory(read(find(place)), as_json=as_json, full=full)
 
 
 def print_trajectory(found: Trajectory, *, as_json: bool, full: bool) -> None:
-    """Print a trajectory as JSON, or step by step with long texts cut unless `full`."""
-    from pier.trajectory.model import dump
-    from pier.trajectory.show import lines
+    """Print a trajectory as JSON, or step by step, with long texts truncated unless `full`."""
     from pier.trial.record import printable
 
     if as_json:
         click.echo(dump(found), nl=False)
         return
-    for line in lines(found, width=0 if full else 2000):
+    for line in step_lines(found, width=0 if full else 2000):
         click.echo(printable(line))
 
 
@@ -99,9 +95,6 @@ def print_trajectory(found: Trajectory, *, as_json: bool, full: bool) -> None:
 @JSON
 def stats(places: tuple[Path, ...], as_json: bool) -> None:
     """Count steps, tools, tokens, cost and time."""
-    from pier.trajectory.model import find, read
-    from pier.trajectory.show import stats as count
-
     counted = [(file, count(read(file))) for file in map(find, places)]
     lines: list[str] = []
     for file, found in counted:

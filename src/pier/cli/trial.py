@@ -1,4 +1,4 @@
-"""`pier trial`: look at single trials."""
+"""`pier trial`: inspect single trials."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NO_VERDICT = "none: no verdict"
 
 @click.group()
 def trial() -> None:
-    """Look at single trials."""
+    """Inspect single trials."""
 
 
 @trial.command()
@@ -29,7 +29,7 @@ def trial() -> None:
 @JOBS_DIR
 @JSON
 def show(directory: Path, as_json: bool) -> None:
-    """Show how a trial ended: its rewards, what went wrong, how far the verdict can be trusted, where files are.
+    """Show the outcome of a trial. This includes rewards, errors, the integrity of the verdict, and paths of files.
 
     TRIAL is a directory, or JOB/NAME in --jobs-dir.
     """
@@ -41,7 +41,7 @@ def show(directory: Path, as_json: bool) -> None:
 
 
 def _data(view: TrialView) -> dict[str, Any]:
-    """The result, if there is one, and what is known without it."""
+    """Return the result, if any, with the state and the files of the trial."""
     files = {kind: [str(path) for path in paths] for kind, paths in asdict(view.files).items()}
     if view.result is not None:
         result = view.result.model_dump(mode="json")
@@ -72,7 +72,7 @@ def _lines(view: TrialView) -> list[str]:
 
 
 def _journal_lines(view: TrialView) -> list[str]:
-    """The lines about a trial whose result cannot be read."""
+    """Describe a trial whose result cannot be read."""
     if view.outcome is None:
         return [f"problem  {view.problem}"]
     rewards, fault = view.outcome.rewards, view.outcome.fault
@@ -103,12 +103,12 @@ def _error_lines(kind: str, message: str) -> list[str]:
 
 
 def _rewards(rewards: dict[str, float] | None) -> str:
-    """The reward of a task that has one is enough; several have names."""
+    """Format rewards; the name `reward` is omitted if it is the only one."""
     return str(rewards["reward"]) if rewards is not None and [*rewards] == ["reward"] else json.dumps(rewards)
 
 
 def _advice(view: TrialView, result: TrialResult) -> str | None:
-    """Where to look next, if the trial did not pass: at what the error says, else at the output of what failed."""
+    """Suggest the next step for a trial that did not pass: the hint of the error, else the log of the failed phase."""
     error, fault = result.exception_info, view.outcome.fault if view.outcome else None
     if error is not None and error.hint:
         return error.hint

@@ -1,4 +1,4 @@
-"""`pier view`: look at jobs and trials in a browser, or print the same as JSON."""
+"""`pier view`: view jobs and trials in a browser, or print the pages as JSON."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pier.cli.main import echo
+from pier.cli.options import PATH, PORT
 from pier.cli.run import JobPath
 
 if TYPE_CHECKING:
@@ -26,16 +27,16 @@ class _ViewGroup(click.Group):
 
 @click.group(cls=_ViewGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def view() -> None:
-    """Look at jobs and trials in a browser.
+    """View jobs and trials in a browser.
 
     `pier view [PATH]` is short for `pier view serve [PATH]`. PATH is a directory of jobs (default: jobs, or the
-    workspace around here), a job, a trial, a workspace, a job directory of Harbor or datacurve pier, or a
-    trajectory file.
+    enclosing workspace), a job, a trial, a workspace, a job directory of Harbor or datacurve pier, or a trajectory
+    file.
     """
 
 
 def _here() -> Path:
-    """The jobs of this directory or, without any, the workspace around it."""
+    """Return the `jobs` in this directory or, if missing, the enclosing workspace."""
     from pier.workspace.workspace import PIER
 
     jobs = Path("jobs")
@@ -43,18 +44,18 @@ def _here() -> Path:
     return places[0] if places else jobs
 
 
-PATH = click.argument("path", type=JobPath(), default=_here)
+_PLACE = click.argument("path", type=JobPath(), default=_here)
 
 
 @view.command()
-@PATH
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; others need a token.")
-@click.option("--port", type=click.IntRange(0, 65535), help="Port.  [default: the first free one from 8080]")
+@_PLACE
+@click.option("--host", default="127.0.0.1", help="Address to listen on; others need a token.")
+@click.option("--port", type=PORT, help="Port.  [default: the first free one from 8080]")
 @click.option("--open/--no-open", "open_browser", default=True, help="Open a browser.")
 @click.option("--json", "as_json", is_flag=True, help="Print a page as JSON instead of serving it.")
 @click.option("--page", help="With --json: the page's address, e.g. '/jobs/NAME?view=trials&sort=-cost'.")
 def serve(path: Path, host: str, port: int | None, open_browser: bool, as_json: bool, page: str | None) -> None:
-    """Serve the viewer until it is interrupted."""
+    """Serve the viewer until interrupted."""
     from pier.view.library import Library
 
     library = Library.open(path)
@@ -67,13 +68,13 @@ def serve(path: Path, host: str, port: int | None, open_browser: bool, as_json: 
 
 
 @view.command()
-@PATH
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A new directory, or FILE.html.")
+@_PLACE
+@click.option("-o", "--output", required=True, type=PATH, help="A new directory, or FILE.html.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was redacted as JSON.")
 def export(path: Path, output: Path, as_json: bool) -> None:
-    """Write pages that open without a server: a directory, or one file for a trial or a small job.
+    """Write pages that open without a server. The output is a directory, or one file for a trial or a small job.
 
-    Secrets are removed; the page redactions.html lists what was found where.
+    Secrets are removed; the page redactions.html lists them with their locations.
     """
     import os
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pier.cli.main import JSON, echo, shown
-from pier.errors import UsageError
+from pier.cli.main import JSON, echo, without_controls
+from pier.cli.options import DIRECTORY, FILE
+from pier.errors import UsageError, WorkspaceError
 from pier.sizes import columns
 
 if TYPE_CHECKING:
@@ -23,25 +24,24 @@ if TYPE_CHECKING:
     from pier.workspace.starting import StartOrder
     from pier.workspace.workspace import Workspace
 
-_directory = click.Path(file_okay=False, path_type=Path)
 _where = click.option(
     "-d",
     "--dir",
     "--workspace-dir",
     "directory",
-    type=_directory,
-    help="The workspace.  [default: the enclosing one]",
+    type=DIRECTORY,
+    help="Workspace directory.  [default: the enclosing one]",
 )
 
 
 @click.command()
 @click.argument("task", required=False)
-@click.option("-d", "--dir", "directory", type=_directory, help="Its directory.  [default for a URL: ./TASK-NAME]")
-@click.option("--image", metavar="REF", help="Start from an image; with a task, in place of the task's own.")
+@click.option("-d", "--dir", "directory", type=DIRECTORY, help="Workspace directory.  [default for a URL: ./TASK-NAME]")
+@click.option("--image", metavar="REF", help="Start from an image, instead of the task's.")
 @click.option("-a", "--agent", "agents", multiple=True, metavar="NAME", help="Add an agent; repeatable.")
-@click.option("-m", "--model", metavar="MODEL", help="The model for every agent.  [default: what an agent asks for]")
-@click.option("--host", is_flag=True, help="No sandbox: work in the directory on this machine.")
-@click.option("--no-mount", is_flag=True, help="Keep the files inside; `pier stop` copies them back.")
+@click.option("-m", "--model", metavar="MODEL", help="Model for all agents.  [default: chosen by each agent]")
+@click.option("--host", is_flag=True, help="Work in the directory on this machine, without a sandbox.")
+@click.option("--no-mount", is_flag=True, help="Keep the files in the sandbox; `pier stop` copies them back.")
 @click.option(
     "--ports", multiple=True, metavar="[HOST:]PORT", help="Forward a port of the sandbox to 127.0.0.1; repeatable."
 )
@@ -49,18 +49,18 @@ _where = click.option(
 @click.option(
     "-e", "--variable", "env", multiple=True, metavar="NAME=VALUE", help="Set a variable for every command; repeatable."
 )
-@click.option("--env-file", type=click.Path(dir_okay=False, path_type=Path), help="A file of NAME=VALUE lines.")
-@click.option("--skill", "skills", multiple=True, type=_directory, help="Give a skill to every agent; repeatable.")
-@click.option("-f", "--force", is_flag=True, help="Start in a directory that is not empty; its files stay.")
-@click.option("--env", "backend", metavar="BACKEND", help="Where the sandbox runs: local or docker.  [default: local]")
-@click.option("-y", "--yes", is_flag=True, help="Give the task the environment variables that it requests.")
-@click.option("--direct", is_flag=True, help="Agents call their providers themselves, with the variables of -e.")
+@click.option("--env-file", type=FILE, help="A file of NAME=VALUE lines.")
+@click.option("--skill", "skills", multiple=True, type=DIRECTORY, help="Add a skill to all agents; repeatable.")
+@click.option("-f", "--force", is_flag=True, help="Start in a directory that is not empty, and keep its files.")
+@click.option("--env", "backend", metavar="BACKEND", help="Sandbox backend: local or docker.  [default: local]")
+@click.option("-y", "--yes", is_flag=True, help="Pass the environment variables that the task requests.")
+@click.option("--direct", is_flag=True, help="Let agents call their providers directly, with variables from -e.")
 @JSON
 def start(task: str | None, as_json: bool, **options: Any) -> None:
     """Start a workspace: a directory with a live sandbox around it.
 
-    TASK is the directory of a task or URL#PATH of a git repository. Without TASK and --image the workspace around here
-    is brought back, with the agents, ports and variables that are added.
+    TASK is the directory of a task or URL#PATH of a git repository. Without TASK and --image, the enclosing workspace
+    is restarted with additional agents, ports and variables.
 
     \b
     Examples:
@@ -129,17 +129,17 @@ def _variables(rows: tuple[str, ...]) -> dict[str, str]:
 
 
 def _absolute_model(model: str | None) -> str | None:
-    """A script or a recording is found from wherever the workspace is served."""
+    """Make the path of a script or a recording absolute, since the supervisor runs in another directory."""
     scheme, colon, rest = (model or "").partition(":")
     return f"{scheme}:{Path(rest).resolve()}" if colon and scheme in ("script", "replay") else model
 
 
 def _say(line: str) -> None:
-    click.echo(shown(line), err=True)
+    click.echo(without_controls(line), err=True)
 
 
 def _place(directory: Path | None) -> WorkspacePlace | Workspace:
-    """The workspace around a directory; as a `WorkspacePlace`, which loads quickly, if that is enough."""
+    """Return the enclosing workspace; as a `WorkspacePlace`, which loads faster, where possible."""
     from pier.workspace.client import find_place
 
     if (place := find_place(str(directory or "."))) is not None:
@@ -151,18 +151,18 @@ def _place(directory: Path | None) -> WorkspacePlace | Workspace:
 
 @click.command("exec", context_settings={"allow_interspersed_args": False})
 @click.option("-d", "--detach", is_flag=True, help="Run in the background, with a log.")
-@click.option("--list", "list_all", is_flag=True, help="List the commands in the background.")
-@click.option("--logs", metavar="ID", help="Print the log of a command in the background.")
-@click.option("--stop", "stop_id", metavar="ID", help="Stop a command in the background.")
+@click.option("--list", "list_all", is_flag=True, help="List background commands.")
+@click.option("--logs", metavar="ID", help="Print the log of a background command.")
+@click.option("--stop", "stop_id", metavar="ID", help="Stop a background command.")
 @JSON
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def exec_(
     command: tuple[str, ...], detach: bool, list_all: bool, logs: str | None, stop_id: str | None, as_json: bool
 ) -> None:
-    """Run COMMAND in the workspace around here, and exit with its code.
+    """Run COMMAND in the enclosing workspace, and exit with its code.
 
-    With a terminal the command gets one too; else its streams are plain pipes. Agents (claude, codex, gemini, ...) are
-    recorded: the terminal and the model calls, each run in its own directory below .pier/sessions.
+    The command gets a terminal if pier has one, else pipes. Sessions of agents (claude, codex, gemini, ...) are
+    recorded, both the terminal and the model calls, in a directory per run below .pier/sessions.
 
     \b
     Examples:
@@ -179,7 +179,7 @@ def exec_(
         known = background.list_all(workspace)
         rows = [row.model_dump(mode="json") | {"state": row.state} for row in known]
         lines = [f"{row.id:>4}  {row.state:<12}  {' '.join(row.command)}" for row in known]
-        echo(rows, as_json, lines or ["no commands in the background"])
+        echo(rows, as_json, lines or ["no background commands"])
     elif logs is not None:
         place = background.find(workspace, logs) / background.LOG
         with contextlib.suppress(FileNotFoundError), place.open("rb") as stream:
@@ -198,24 +198,23 @@ def exec_(
 
 @click.command()
 @_where
-@click.option("-a", "--agent", help="The agent whose trajectory is saved.  [default: that of the newest session]")
-@click.option("--session", metavar="TIME", help="The session whose trajectory is saved.  [default: the newest]")
-@click.option("--session-dir", help="A directory with an agent's own session logs; inside the sandbox if there is one.")
-@click.option("--trial-dir", type=_directory, help="Where the result goes.  [default: .pier/trials/TIME]")
-@click.option("--step", help="The step whose tests run, by its name.  [default: the first]")
-@click.option("--in-place", is_flag=True, help="Run the tests in the workspace's own sandbox, not in a copy of it.")
-@click.option("--watch", is_flag=True, help="Run again whenever the tests or the workspace change.")
+@click.option("-a", "--agent", help="Agent whose trajectory is saved.  [default: that of the newest session]")
+@click.option("--session", metavar="TIME", help="Session whose trajectory is saved.  [default: the newest]")
+@click.option("--session-dir", help="Directory of an agent's session logs, in the sandbox if there is one.")
+@click.option("--trial-dir", type=DIRECTORY, help="Directory of the result.  [default: .pier/trials/TIME]")
+@click.option("--step", help="Name of the step to verify.  [default: the first]")
+@click.option("--in-place", is_flag=True, help="Run the tests in the workspace's sandbox instead of a copy.")
+@click.option("--watch", is_flag=True, help="Run again after each change of the tests or the workspace.")
 @JSON
 def verify(directory: Path | None, watch: bool, as_json: bool, **options: Any) -> None:
-    """Run the task's tests on the present state, print the reward, and save result and trajectory.
+    """Run the task's tests on the current state, print the reward, and save the result and the trajectory.
 
-    The tests run in a copy of the sandbox, so they change nothing. The exit code is 0 when there is a reward, whatever
-    it is, and 1 when there is none.
+    The tests run in a copy of the sandbox, so they change nothing. Exits with 0 for any reward, and with 1 without one.
     """
     from pier.cli import workspace_verify
 
     if watch and as_json:
-        raise UsageError("cannot use --json with --watch: it prints one result", hint="leave out one of them")
+        raise UsageError("cannot use --json with --watch: it prints a single result", hint="omit one of them")
     place = _place(directory)
     if watch:
         workspace_verify.watch(place, options)
@@ -227,7 +226,7 @@ def verify(directory: Path | None, watch: bool, as_json: bool, **options: Any) -
 @click.option("--name-only", is_flag=True, help="Print paths only.")
 @JSON
 def diff(directory: Path | None, name_only: bool, as_json: bool) -> None:
-    """Show what changed in the workspace since its start, and what changed elsewhere in its sandbox."""
+    """Show the changes in the workspace since its start, and elsewhere in its sandbox."""
     from pier.workspace.diff import outside_changes, workspace_changes
     from pier.workspace.workspace import Workspace
 
@@ -238,23 +237,23 @@ def diff(directory: Path | None, name_only: bool, as_json: bool) -> None:
         return
     for change in changes:
         if name_only or not change.diff:
-            click.echo(shown(f"{change.kind}: {change.path}"))
+            click.echo(without_controls(f"{change.kind}: {change.path}"))
         else:
-            click.echo(shown(change.diff), nl=False)
+            click.echo(without_controls(change.diff), nl=False)
     for row in outside:
-        click.echo(shown(f"{row['kind']}: {row['path']}"))
+        click.echo(without_controls(f"{row['kind']}: {row['path']}"))
 
 
 @click.command()
-@click.argument("target", type=_directory)
+@click.argument("target", type=DIRECTORY)
 @_where
 @click.option(
     "--ports", multiple=True, metavar="[HOST:]PORT", help="Forward a port of the sandbox to 127.0.0.1; repeatable."
 )
 def fork(target: Path, directory: Path | None, ports: tuple[str, ...]) -> None:
-    """Make a second workspace in TARGET from the present state of this one, and start it.
+    """Create a second workspace in TARGET from the current state of this one, and start it.
 
-    What runs in the first goes on there. Ports are not taken over, since this machine has each of them once.
+    Commands in the first workspace continue to run. Ports are not copied, since each can be forwarded only once.
     """
     import asyncio
 
@@ -268,11 +267,10 @@ def fork(target: Path, directory: Path | None, ports: tuple[str, ...]) -> None:
 @click.command()
 @_where
 def stop(directory: Path | None) -> None:
-    """Stop the workspace; `pier start` brings it back.
+    """Stop the workspace; `pier start` restarts it.
 
-    Its directory stays as it is. What changed elsewhere in the sandbox is kept too. Commands in the background end.
+    Its directory and all other changes in the sandbox are kept. Background commands end.
     """
-    from pier.errors import WorkspaceError
     from pier.workspace.client import call
 
     workspace = _place(directory)
@@ -286,7 +284,7 @@ def stop(directory: Path | None) -> None:
         click.echo(f"{workspace.root}: not running")
         return
     for note in answer["notes"]:
-        click.echo(f"warning: {shown(note)}", err=True)
+        click.echo(f"warning: {without_controls(note)}", err=True)
     click.echo(f"{workspace.root}: stopped")
 
 
@@ -299,9 +297,9 @@ def list_(as_json: bool) -> None:
     gone: list[str] = []
     rows = [status_of(place) for place in list_places(gone.append)]
     for path in gone:
-        click.echo(f"{path} is gone and no longer listed; pier start in its new place brings it back", err=True)
+        click.echo(f"{path} is gone and no longer listed; if it was moved, run pier start there", err=True)
     if not rows and not as_json:
-        click.echo("no workspaces: pier start TASK -d DIR makes one", err=True)
+        click.echo("no workspaces; create one: pier start TASK -d DIR", err=True)
         return
     table = [("Workspace", "Sandbox", "Status"), *((r["workspace"], r["sandbox"] or "—", r["status"]) for r in rows)]
     rule = ["─" * max(map(len, column)) for column in zip(*table, strict=True)]

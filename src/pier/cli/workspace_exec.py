@@ -1,7 +1,7 @@
-"""`pier exec` on the client side: this terminal and a command in a running workspace.
+"""Client side of `pier exec`: connects this terminal to a command in a running workspace.
 
-Nothing but the standard library's smallest parts is imported before the command runs; `pier.__main__` calls
-`run_quickly` before it loads the command line.
+Only small modules of the standard library are imported before the command runs; `pier.__main__` calls `run_quickly`
+before it loads the command line.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 16
 _PASSED = ("TERM", "COLORTERM", "LANG", "LC_ALL")
-"""Variables of this terminal that a command inside gets."""
+"""Variables that are passed to the command."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH)
 
 
 def run_quickly(words: Sequence[str]) -> int | None:
-    """Run the command of `pier exec WORDS` if it has no options and its workspace runs; its exit code. None if the
-    whole command line must look at it."""
+    """Run the command of `pier exec WORDS` and return its exit code; None if there are options or the workspace is not
+    running, which the full command line handles."""
     command = words[1:] if words[:1] == ["--"] else words
     if not command or (command is words and command[0].startswith("-")):
         return None
@@ -44,7 +44,7 @@ def run_quickly(words: Sequence[str]) -> int | None:
 
 
 def _request(place: WorkspacePlace | Workspace, command: Sequence[str]) -> dict[str, Any]:
-    """The request to run a command here: in the directory that the user is in, if the workspace has it."""
+    """Return the request to run a command, in the user's current directory if it is inside the workspace."""
     below = os.path.relpath(os.path.realpath("."), place.root)
     inside = below != "." and below.split("/")[0] != ".."
     env = {name: os.environ[name] for name in _PASSED if name in os.environ}
@@ -52,33 +52,36 @@ def _request(place: WorkspacePlace | Workspace, command: Sequence[str]) -> dict[
 
 
 def run(place: WorkspacePlace | Workspace, command: Sequence[str], log: str | None = None) -> int:
-    """Run a command with this process's streams; its exit code. With a `log` its output goes there, without secrets."""
+    """Run a command with this process's streams and return its exit code. With `log`, the redacted output goes to that
+    file."""
     _open_streams()
     tty = os.isatty(0) and os.isatty(1)
-    asked = _request(place, command) | {"tty": tty, "size": terminal_size(), "log": log}
+    request = _request(place, command) | {"tty": tty, "size": terminal_size(), "log": log}
     with connect(place) as sock:
-        answer = relay(sock, asked, tty=tty)
+        answer = relay(sock, request, tty=tty)
     for note in answer["notes"]:
         sys.stderr.write(f"pier: {note}\n")
     if answer["missing"]:
-        sys.stderr.write(f"hint: pier start --agent {answer['missing']} adds it to this workspace\n")
+        sys.stderr.write(f"hint: add it to this workspace: pier start --agent {answer['missing']}\n")
     return answer["exit_code"]
 
 
-def relay(sock: socket.socket, asked: dict[str, Any], *, tty: bool, stdin: bool = True) -> dict[str, Any]:
-    """Ask for a command at a control socket, and be its terminal until its end; the answer."""
+def relay(sock: socket.socket, request: dict[str, Any], *, tty: bool, stdin: bool = True) -> dict[str, Any]:
+    """Send a request to run a command over a control socket, relay its streams until it ends, and return the answer."""
     before = termios.tcgetattr(0) if tty and os.isatty(0) else None
     try:
         if before is not None:
-            _set_raw()
-        return _Relay(sock, asked, stdin).run(resizes=tty)
+            import tty as terminal
+
+            terminal.setraw(0, termios.TCSADRAIN)
+        return _Relay(sock, request, stdin).run(resizes=tty)
     finally:
         if before is not None:
             termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
 def _open_streams() -> None:
-    """Open /dev/null in place of closed streams, so that the connection does not get their numbers."""
+    """Open /dev/null in place of closed streams, so that the connection does not get their descriptors."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -87,37 +90,31 @@ def _open_streams() -> None:
 
 
 def terminal_size() -> tuple[int, int]:
-    """Rows and columns of this terminal."""
+    """Return the rows and columns of this terminal."""
     try:
-        found = os.get_terminal_size(0)
+        size = os.get_terminal_size(0)
     except OSError:
         return 24, 80
-    return found.lines or 24, found.columns or 80
-
-
-def _set_raw() -> None:
-    import tty
-
-    tty.setraw(0, termios.TCSADRAIN)
+    return size.lines or 24, size.columns or 80
 
 
 class _Relay:
-    """Passes stdin, signals and sizes to a supervisor and output back, until the answer. It never waits for one side
-    while the other has something to say."""
+    """Forwards stdin, signals and terminal sizes to a supervisor, and output back, until the final answer. Neither
+    direction blocks the other."""
 
-    def __init__(self, sock: socket.socket, asked: dict[str, Any], stdin: bool) -> None:
+    def __init__(self, sock: socket.socket, request: dict[str, Any], stdin: bool) -> None:
         self._sock = sock
         self._received = bytearray()
-        self._unsent = bytearray(frames.pack(frames.REQUEST, json.dumps(asked).encode()))
+        self._unsent = bytearray(frames.pack(frames.REQUEST, json.dumps(request).encode()))
         self._stdin_open = stdin
-        self._not_taken = 0
-        self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._unacknowledged = 0
+        self._signal_reader, self._signal_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self, *, resizes: bool) -> dict[str, Any]:
         self._sock.setblocking(False)
-        wanted = _SIGNALS if resizes else _SIGNALS[:-1]
-        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
-        before = [(number, signal.signal(number, lambda *_: None)) for number in wanted]
+        signal.set_wakeup_fd(self._signal_writer, warn_on_full_buffer=False)
+        numbers = _SIGNALS if resizes else _SIGNALS[:-1]
+        before = [(number, signal.signal(number, lambda *_: None)) for number in numbers]
         try:
             while (answer := self._step()) is None:
                 pass
@@ -126,20 +123,20 @@ class _Relay:
             signal.set_wakeup_fd(-1)
             for number, handler in before:
                 signal.signal(number, handler)
-            os.close(self._woken)
-            os.close(self._waker)
+            os.close(self._signal_reader)
+            os.close(self._signal_writer)
 
     def _step(self) -> dict[str, Any] | None:
         poll, sock = select.poll(), self._sock.fileno()
-        poll.register(self._woken, select.POLLIN)
+        poll.register(self._signal_reader, select.POLLIN)
         poll.register(sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-        if self._stdin_open and not self._unsent and self._not_taken < frames.WINDOW:
+        if self._stdin_open and not self._unsent and self._unacknowledged < frames.WINDOW:
             poll.register(0, select.POLLIN)
         for fd, events in poll.poll():
-            if fd == self._woken:
-                self._pass_signals()
+            if fd == self._signal_reader:
+                self._forward_signals()
             elif fd == 0:
-                self._pass_input()
+                self._forward_input()
             else:
                 if events & select.POLLOUT:
                     self._send()
@@ -147,14 +144,14 @@ class _Relay:
                     return answer
         return None
 
-    def _pass_signals(self) -> None:
-        for number in os.read(self._woken, _CHUNK):
+    def _forward_signals(self) -> None:
+        for number in os.read(self._signal_reader, _CHUNK):
             if number == signal.SIGWINCH:
                 self._unsent += frames.pack(frames.RESIZE, struct.pack("!HH", *terminal_size()))
             elif number in _SIGNALS:
                 self._unsent += frames.pack(frames.SIGNAL, bytes([number]))
 
-    def _pass_input(self) -> None:
+    def _forward_input(self) -> None:
         try:
             data = os.read(0, _CHUNK)
         except BlockingIOError:
@@ -162,7 +159,7 @@ class _Relay:
         except OSError:
             data = b""
         self._stdin_open = bool(data)
-        self._not_taken += 1
+        self._unacknowledged += 1
         self._unsent += frames.pack(frames.STDIN, data) if data else frames.pack(frames.STDIN_END)
         self._send()
 
@@ -172,7 +169,7 @@ class _Relay:
         except BlockingIOError:
             return
         except OSError:
-            self._unsent.clear()  # what the supervisor said before it went is still to be read
+            self._unsent.clear()  # the supervisor is gone; its last frames can still be read
 
     def _receive(self) -> dict[str, Any] | None:
         try:
@@ -188,7 +185,7 @@ class _Relay:
             if kind in (frames.STDOUT, frames.STDERR):
                 write(1 if kind == frames.STDOUT else 2, payload)
             elif kind == frames.TAKEN:
-                self._not_taken -= 1
+                self._unacknowledged -= 1
             elif kind == frames.EXIT:
                 return json.loads(payload)
             elif kind == frames.ERROR:
@@ -207,7 +204,7 @@ def write(fd: int, data: bytes) -> None:
 
 
 def become(workspace: Workspace, command: Sequence[str]) -> int:
-    """In host mode the command takes this process's place; the exit code if it cannot."""
+    """Replace this process by the command, in host mode; return the exit code if that fails."""
     try:
         os.execvpe(command[0], list(command), {**os.environ, **host_env(workspace)})
     except OSError as error:
@@ -216,20 +213,20 @@ def become(workspace: Workspace, command: Sequence[str]) -> int:
 
 
 def host_env(workspace: Workspace) -> dict[str, str]:
-    """The variables of a command in host mode."""
+    """Return the variables of a command in host mode."""
     workspace.check_known()
     return {**workspace.environment(), "TASK_WORKSPACE": str(workspace.root)}
 
 
 def detach(workspace: Workspace, command: Sequence[str]) -> str:
-    """Start a command in the background; its id."""
+    """Start a background command and return its id."""
     from pier.workspace import background
 
     return background.start(workspace, command, {**os.environ, **(host_env(workspace) if workspace.is_host else {})})
 
 
 def _main(root: str, log: str, *command: str) -> int:
-    """Run a command in the background of the workspace in `root`."""
+    """Run a background command of the workspace in `root`."""
     from pathlib import Path
 
     from pier.cli.main import explain_failure

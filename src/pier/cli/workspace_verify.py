@@ -1,4 +1,4 @@
-"""The client side of `pier verify`: shows the tests as they run, prints the reward, and waits for changes."""
+"""Client side of `pier verify`: prints the output of the tests and the reward, and watches for changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from pier.cli.main import shown
+from pier.cli.main import without_controls
 from pier.workspace.client import PIER, WorkspacePlace, call
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _MANY = 50_000
 
 
 def run(place: WorkspacePlace | Workspace, options: dict[str, Any], *, as_json: bool = False) -> int:
-    """Verify once and print the outcome; 0 if there is a reward."""
+    """Verify once, print the outcome, and return 0 if there is a reward."""
     printed = bytearray()
     verdict = _verify(place, options, printed.extend if as_json else _print_output)
     if as_json:
@@ -58,7 +58,7 @@ def _verify(
 async def _verify_here(
     workspace: Workspace, options: dict[str, Any], on_output: Callable[[bytes], None]
 ) -> dict[str, Any]:
-    """In host mode: in a sandbox that lasts as long as the tests."""
+    """Verify a workspace without a sandbox, in a temporary one."""
     from dataclasses import asdict, replace
 
     from pier.trial.spec import open_services
@@ -71,37 +71,37 @@ async def _verify_here(
 
 
 def _say(line: str) -> None:
-    click.echo(shown(line), err=True)
+    click.echo(without_controls(line), err=True)
 
 
 def _print_output(data: bytes) -> None:
-    click.echo(shown(data.decode(errors="replace")), nl=False)
+    click.echo(without_controls(data.decode(errors="replace")), nl=False)
 
 
 def _print(verdict: dict[str, Any]) -> None:
     for name, value in (verdict["rewards"] or {}).items():
         click.echo(f"{name}: {value:g}")
     if verdict["rewards"] is None and verdict["error"]:
-        click.echo(f"no reward: {shown(verdict['error']['message'])}", err=True)
+        click.echo(f"no reward: {without_controls(verdict['error']['message'])}", err=True)
     for kind in ("note", "warning"):
         for text in verdict[f"{kind}s"]:
-            click.echo(f"{kind}: {shown(text)}", err=True)
+            click.echo(f"{kind}: {without_controls(text)}", err=True)
     click.echo(f"saved: {os.path.relpath(verdict['directory'])}")
 
 
 def watch(place: WorkspacePlace | Workspace, options: dict[str, Any]) -> NoReturn:
-    """Verify, and again after each change of the task or the workspace, until Ctrl-C."""
+    """Verify now and after each change of the task or the workspace, until Ctrl-C."""
     config = place.config if isinstance(place, WorkspacePlace) else place.config.model_dump()
     tops = [str(top) for top in (place.root, config["task_path"]) if top]
     if not config.get("mounted", True):
-        click.echo("warning: the workspace's files are in the sandbox: only changes of the task are noticed", err=True)
+        click.echo("warning: only the task is watched, since the workspace's files are in the sandbox", err=True)
     while True:
         seen = _fingerprint(tops)
         run(place, options)
-        click.echo("waiting for changes; Ctrl-C ends", err=True)
+        click.echo("waiting for changes; press Ctrl-C to stop", err=True)
         while (now := _fingerprint(tops)) == seen:
             time.sleep(_PAUSE)
-        while (later := _fingerprint(tops)) != now:  # until it is quiet again
+        while (later := _fingerprint(tops)) != now:  # wait until the changes have settled
             now = later
             time.sleep(_PAUSE)
 

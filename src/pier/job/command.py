@@ -1,4 +1,4 @@
-"""Running a job for a person or a program: progress while it runs, a report at the end, and the exit code."""
+"""Runs a job from the command line or a program: progress, the final report, and the exit code."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from pier.job.directory import OpenJob, open_existing, open_for, open_regrade, r
 from pier.job.ledger import Ledger, size_of
 from pier.job.plan import Plan, plan_job
 from pier.job.progress import LiveProgress, PlainProgress, Progress, print_faults, print_report
-from pier.job.runner import Interrupts, TrialHook, Wanted, check_models, void
+from pier.job.runner import Interrupts, TrialHook, TrialSelection, check_models, void
 from pier.job.view import JobView
 
 _WARNINGS = 10
 
 
 Show = Literal["full", "quiet", "json"]
-"""How much is shown: progress and a report, errors only, or JSON at the end and errors."""
+"""Output of a run: progress and a report, errors only, or JSON at the end and errors."""
 
 
 def run_and_report(
     config: JobConfig, env: Mapping[str, str], show: Show, *, yes: bool = False, hook: TrialHook | None = None
 ) -> int:
-    """Run the job that `config` asks for, or continue it; the answer is the exit code."""
+    """Run or continue the job for `config` and return the exit code."""
     warnings: list[str] = []
     with open_for(config, env, yes=yes, check=partial(_check, config, env), warn=warnings.append) as job:
         if show == "full":
@@ -41,8 +41,10 @@ def run_and_report(
         return _run(job, env, show, hook)
 
 
-def run_without_report(config: JobConfig, env: Mapping[str, str], show: Show, *, again: Wanted | None = None) -> int:
-    """The same for callers that report in their own way. Finished trials that `again` takes are run once more."""
+def run_without_report(
+    config: JobConfig, env: Mapping[str, str], show: Show, *, again: TrialSelection | None = None
+) -> int:
+    """Do the same without a report, for callers with their own. Finished trials that match `again` are run again."""
     with open_for(config, env, check=partial(_check, config, env)) as job:
         if again is not None:
             void(job, again)
@@ -60,7 +62,7 @@ def _print_warnings(warnings: list[str]) -> None:
 
 
 def _check(config: JobConfig, env: Mapping[str, str], plan: Plan) -> None:
-    """Refuse what cannot be run, before anything is made."""
+    """Raise `UsageError` for settings and tasks that cannot be run, before anything is created."""
     from pier.job.specs import Specs
 
     specs = Specs(config, plan, "", env)
@@ -71,19 +73,19 @@ def _check(config: JobConfig, env: Mapping[str, str], plan: Plan) -> None:
 
 def again_and_report(
     directory: Path,
-    wanted: Wanted | None,
+    selection: TrialSelection | None,
     env: Mapping[str, str],
     show: Show,
     n_concurrent: int | None = None,
     budget: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
-    """Go on with the job in `directory`, and run the finished trials that are `wanted` once more. What `budget` names
-    replaces those limits of the job."""
+    """Continue the job in `directory`, and run finished trials that match `selection` again. The limits in `budget`
+    replace those of the job."""
     with open_existing(directory) as job:
         job.config.budget = job.config.budget.model_copy(update=dict(budget))
         if n_concurrent is not None:
             job.config.n_concurrent_trials = n_concurrent
-        if wanted is not None and void(job, wanted) == 0 and show == "full":
+        if selection is not None and void(job, selection) == 0 and show == "full":
             click.echo("no finished trial matches", err=True)
         return _run(job, env, show)
 
@@ -91,7 +93,7 @@ def again_and_report(
 def regrade_and_report(
     directory: Path, name: str | None, env: Mapping[str, str], show: Show, n_concurrent: int | None = None
 ) -> int:
-    """Grade again what the job in `directory` has kept, as the job `name` next to it."""
+    """Regrade the kept states of the job in `directory`, as the job `name` next to it."""
     config, _ = read_config(directory)
     source = directory.resolve()
     config.regrade_of = str(source)
@@ -126,8 +128,8 @@ def _run(job: OpenJob, env: Mapping[str, str], show: Show, hook: TrialHook | Non
 async def run_quietly(
     config: JobConfig, env: Mapping[str, str], *, yes: bool = False, hook: TrialHook | None = None
 ) -> Path:
-    """Run the job that `config` asks for, or continue it, in the caller's event loop; the job's directory. Prints
-    nothing and catches no signal: a cancelled call ends its trials in good order."""
+    """Run or continue the job for `config` in the caller's event loop and return its directory. Prints nothing and
+    handles no signals; cancelling the call shuts its trials down cleanly."""
     from pier.job.runner import run_job
 
     with ExitStack() as stack:
@@ -136,21 +138,21 @@ async def run_quietly(
         try:
             job = await asyncio.shield(opening)
         except asyncio.CancelledError:
-            await asyncio.wait([opening])  # only what is open can be closed
+            await asyncio.wait([opening])  # the stack must not close before the job has opened
             raise
         await run_job(job, env, _progress(job, "quiet"), Interrupts(), hook)
         return job.directory
 
 
 def _run_owed(job: OpenJob, env: Mapping[str, str], progress: Progress, hook: TrialHook | None = None) -> bool:
-    """Run what is owed, if anything is; a finished job is opened without loading what runs trials."""
+    """Run the unfinished trials and return whether the run was interrupted."""
     if progress.done == progress.total and job.ledger.finished_at and size_of(job.directory):
         if hook:
             hook.opened(job, env)
         return False
     from pier.job.runner import run_job
 
-    gc.freeze()  # what is loaded now stays, and is looked at by no collection of what trials leave
+    gc.freeze()  # exclude the loaded modules from garbage collection
     with Interrupts() as interrupts:
         return asyncio.run(run_job(job, env, progress, interrupts, hook))
 
@@ -168,7 +170,7 @@ def _progress(job: OpenJob, show: Show) -> Progress:
 
 
 def print_plan(config: JobConfig, env: Mapping[str, str]) -> None:
-    """Print what would be run, without running it."""
+    """Print the plan without running it."""
     warnings: list[str] = []
     plan = plan_job(config, env, yes=True, warn=warnings.append)[0](b"")
     _check(config, env, plan)
@@ -181,7 +183,7 @@ def print_plan(config: JobConfig, env: Mapping[str, str]) -> None:
 
 
 def exit_code(ledger: Ledger, *, graded: bool = True, interrupted: bool = False) -> int:
-    """0 if every trial has a verdict (or no error, if none is `graded`), 1 if not, 130 when interrupted."""
+    """Return 0 if every trial has a verdict (without grading: no error), else 1, or 130 if interrupted."""
     if interrupted:
         return 130
     outcomes = (ledger.outcomes.get(trial.id) for trial in ledger.plan.trials)

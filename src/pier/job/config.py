@@ -1,8 +1,8 @@
-"""The settings of a job: one model from which job files, the flags of `pier run`, `--print-config`, the lock and the
-reference page are made.
+"""The settings of a job. Job files, the flags of `pier run`, `--print-config`, the lock and the reference page are
+generated from this one model.
 
-Keys are Harbor's, so that either program reads the other's files; keys that only pier has (`image`, `keep_state`,
-`n_concurrent_builds`, ...) are ignored by Harbor. The tables of a trial are in `pier.trial.config`.
+Keys are Harbor's, so that each program reads the other's files; Harbor ignores keys that only pier has (`image`,
+`keep_state`, `n_concurrent_builds`, ...). The tables of a trial are in `pier.trial.config`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pier.trial.config import (
 
 
 class RetryConfig(SettingsTable):
-    """When a failed trial is run again. Without lists, an error's own `retryable` decides."""
+    """Retries of failed trials. Without lists, the error's `retryable` decides."""
 
     group = "Retries"
 
@@ -47,7 +47,7 @@ class RetryConfig(SettingsTable):
         default=None, description="Never retry these errors."
     )
     blame: list[Blame] | None = Field(
-        default=None, exclude_if=is_empty, description="Retry only the faults of these, such as `infra`."
+        default=None, exclude_if=is_empty, description="Retry only faults with this blame, such as `infra`."
     )
     wait_multiplier: float = Field(default=2.0, ge=1, description="Factor between two waits.")
     min_wait_sec: float = Field(default=1.0, ge=0, description="Wait before the first retry.")
@@ -55,8 +55,8 @@ class RetryConfig(SettingsTable):
 
 
 class ProviderRetryConfig(SettingsTable):
-    """How often the gateway retries a model call at a provider that is busy or down, before the agent sees the error.
-    After a rate limit, ten times as many attempts are made within the same time."""
+    """Retries of a model call by the gateway while a provider is busy or down, before the agent sees the error. After
+    a rate limit, ten times as many attempts are made within the same time."""
 
     group = "Retries"
 
@@ -124,15 +124,15 @@ class MetricConfig(SettingsTable):
 
 
 class JobConfig(SettingsTable):
-    """A whole job."""
+    """All settings of a job."""
 
     group = "Job"
 
     job_name: Annotated[str | None, Flag("--job-name", "NAME")] = Field(
-        default=None, description="The job's directory in --jobs-dir.  [default: the time]"
+        default=None, description="Name of the job's directory in --jobs-dir.  [default: the time]"
     )
     jobs_dir: Annotated[str, Flag("-o --jobs-dir", "DIRECTORY", common=9)] = Field(
-        default="jobs", description="Where jobs are kept."
+        default="jobs", description="Directory of jobs."
     )
     n_attempts: Annotated[int, Flag("-k --group --n-attempts", "N", common=4)] = Field(
         default=1, ge=1, description="Attempts of each agent at each task; in training, the size of a group."
@@ -140,24 +140,24 @@ class JobConfig(SettingsTable):
     timeout_multiplier: Annotated[float, Flag("--timeout-multiplier", "FACTOR", group="Time limits")] = Field(
         default=1.0, gt=0, description="Factor for all time limits."
     )
-    agent_timeout_multiplier: Annotated[
-        Above0, Flag("--agent-timeout-multiplier", "FACTOR", group="Time limits")
-    ] = Field(default=None, description="Factor for the agent's time limit, instead of that.")  # fmt: skip
+    agent_timeout_multiplier: Annotated[Above0, Flag("--agent-timeout-multiplier", "FACTOR", group="Time limits")] = (
+        Field(default=None, description="Factor for the agent's time limit, overriding --timeout-multiplier.")
+    )
     verifier_timeout_multiplier: Annotated[
         Above0, Flag("--verifier-timeout-multiplier", "FACTOR", group="Time limits")
-    ] = Field(default=None, description="The same for the verifier's time limit.")
+    ] = Field(default=None, description="Factor for the verifier's time limit.")
     agent_setup_timeout_multiplier: Annotated[
         Above0, Flag("--agent-setup-timeout-multiplier", "FACTOR", group="Time limits")
-    ] = Field(default=None, description="The same for the time limit of installing the agent.")
+    ] = Field(default=None, description="Factor for the time limit of agent installation.")
     environment_build_timeout_multiplier: Annotated[
         Above0, Flag("--environment-build-timeout-multiplier", "FACTOR", group="Time limits")
-    ] = Field(default=None, description="The same for the time limit of building images.")
-    debug: bool = Field(default=False, description="Print tracebacks and debug messages, as --debug does.")
+    ] = Field(default=None, description="Factor for the time limit of image builds.")
+    debug: bool = Field(default=False, description="Print tracebacks and debug messages; same as --debug.")
     n_concurrent_trials: Annotated[int, Flag("-n --n-concurrent", "N", common=3)] = Field(
-        default=4, ge=1, description="Trials that run at once."
+        default=4, ge=1, description="Number of concurrent trials."
     )
     n_concurrent_builds: Annotated[int, Flag("--n-concurrent-builds", "N")] = Field(
-        default=2, ge=1, description="Images that are built at once."
+        default=2, ge=1, description="Number of concurrent image builds."
     )
     quiet: Annotated[bool, Flag("-q --quiet --silent", group="Output")] = Field(
         default=False, description="Print nothing but errors."
@@ -187,16 +187,14 @@ class JobConfig(SettingsTable):
         default_factory=BudgetConfig, description="Limits for all trials together; same keys as agents.budget."
     )
     image: Annotated[str | None, Flag("--image", "REF", group="Sandbox")] = Field(
-        default=None, description="Image instead of each task's own; `host` is this machine's software."
+        default=None, description="Image to use instead of each task's; `host` is this machine's software."
     )
     keep_state: Annotated[bool, Flag("--keep-state")] = Field(
         default=False, description="Keep the final state of each sandbox for `pier job regrade`."
     )
-    regrade_of: str | None = Field(default=None, description="The job that this one grades again.")
+    regrade_of: str | None = Field(default=None, description="The job that this one regrades.")
     review: bool = Field(
-        default=False,
-        exclude_if=is_empty,
-        description="Whether the tasks are reviews, as `pier critique run` makes them.",
+        default=False, exclude_if=is_empty, description="Whether the tasks are reviews by `pier critique run`."
     )
     strict: Annotated[bool, Flag("--strict", group="Tasks")] = Field(
         default=False, description="Refuse tasks with unknown keys."
@@ -217,8 +215,8 @@ class JobConfig(SettingsTable):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of the model with its place (`agents.budget.turns`), and one of its flags if it has any. A field with
-    several flags makes several settings."""
+    """A field of the model, its key (`agents.budget.turns`), and one of its flags if it has any. A field with several
+    flags yields several settings."""
 
     key: str
     field: FieldInfo
@@ -234,7 +232,7 @@ class Setting:
 def settings(
     model: type[SettingsTable] = JobConfig, place: str = "", prefix: FlagPrefix | None = None
 ) -> Iterator[Setting]:
-    """All settings in the model's order."""
+    """Yield all settings in the model's order."""
     for name, field in model.model_fields.items():
         key = f"{place}{name}"
         if (inner := model_in(field.annotation)) is not None and issubclass(inner, SettingsTable):
@@ -254,7 +252,7 @@ _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "tex
 
 
 def expected(field: FieldInfo) -> str:
-    """The values that a field accepts, for error messages."""
+    """Describe the values that a field accepts, for error messages."""
     if named := [flag.expects for flag in field.metadata if isinstance(flag, Flag) and flag.expects]:
         return named[0]
     nouns = [

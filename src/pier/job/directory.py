@@ -1,14 +1,14 @@
-"""Makes, finds, opens and repairs the directory of a job, and writes the files that other programs read.
+"""Creates, finds, opens and repairs the directory of a job, and writes the files that other programs read.
 
-`config.json`, `lock.json` and `result.json` have Harbor's shapes. They are derived from the ledger, so
-losing one loses nothing.
+`config.json`, `lock.json` and `result.json` have Harbor's shapes. They are derived from the ledger, so they can be
+regenerated.
 
-    <job>/config.json      what was asked for, without secrets
+    <job>/config.json      the settings, without secrets
     <job>/lock.json        the plan: every trial with the digest of its task
-    <job>/result.json      counts, metrics and which trial got what
-    <job>/job.log          what happened, as text
-    <job>/journal.jsonl    the truth (`pier.job.ledger`)
-    <job>/.retries/        tries that no longer count, as they were
+    <job>/result.json      counts, metrics and the rewards of each trial
+    <job>/job.log          the events as text
+    <job>/journal.jsonl    the authoritative record (`pier.job.ledger`)
+    <job>/.retries/        the directories of tries that no longer count
     <job>/<trial>/         one directory per trial
 """
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import itertools
 import json
 import os
 from collections import defaultdict
@@ -25,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,30 +50,28 @@ from pier.job.ledger import (
     size_of,
 )
 from pier.job.load import parse, read_file, to_disk
-from pier.job.plan import KEY, NOT_ASKED, MakePlan, Plan, PlannedTrial, Warn, make_key, plan_job, read_key
+from pier.job.plan import KEY, NOT_IDENTIFYING, MakePlan, Plan, PlannedTrial, Warn, make_key, plan_job, read_key
 from pier.job.view import CONFIG, LOCK, RESULT, JobView, ResultGroup
 from pier.trial.result import lock_row
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that a disk is full."""
-    return isinstance(error, OSError) and error.errno in _FULL
+    """Whether an error means that a disk is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
 def explained(directory: Path) -> Iterator[None]:
-    """Turn an `OSError`, also one among several of a task group, into a `JobError` that says what to do."""
+    """Turn an `OSError`, also one inside an exception group, into a `JobError` with a hint."""
     try:
         yield
     except (OSError, BaseExceptionGroup) as error:
-        found = _system_error(error)
-        if found is None:
+        cause = _system_error(error)
+        if cause is None:
             raise
-        full = is_full(found)
+        full = is_full(cause)
         raise JobError(
-            f"the disk that holds {directory} is full" if full else f"the job's files cannot be written: {found}",
+            f"the disk of {directory} is full" if full else f"cannot write the job's files: {cause}",
             hint=f"{'free some space' if full else 'fix that'}, then run the same command again",
             code="disk-full" if full else "job-files",
             blame="infra",
@@ -91,18 +89,16 @@ _REMOVED = ".removed"
 
 
 def write_lock(directory: Path, config: dict[str, Any], plan: Plan) -> None:
-    """Write the plan as a Harbor lock. One trial's text is made once per task and agent, whatever the attempts."""
-    texts: dict[tuple[int, int], str] = {}
-    rows: list[str] = []
-    for trial in plan.trials:
-        place = (trial.task, trial.agent)
-        if place not in texts:
-            task, agent = plan.tasks[trial.task], plan.agents[trial.agent]
-            git = {"git_url": task.git_url, "git_commit_id": task.git_commit_id}
-            reference = {"path": task.git_path or task.path, **git}
-            row = lock_row(task.name, task.digest, task.source, reference, {**config, "agent": agent})
-            texts[place] = json.dumps(row)
-        rows.append(texts[place])
+    """Write the plan as a Harbor lock."""
+
+    @cache
+    def row(task_index: int, agent_index: int) -> str:
+        task, agent = plan.tasks[task_index], plan.agents[agent_index]
+        git = {"git_url": task.git_url, "git_commit_id": task.git_commit_id}
+        reference = {"path": task.git_path or task.path, **git}
+        return json.dumps(lock_row(task.name, task.digest, task.source, reference, {**config, "agent": agent}))
+
+    rows = [row(trial.task, trial.agent) for trial in plan.trials]
     head = {
         "schema_version": 3,
         "created_at": now(),
@@ -116,24 +112,24 @@ def write_lock(directory: Path, config: dict[str, Any], plan: Plan) -> None:
 
 
 def _packs(agents: Iterable[dict[str, Any]]) -> dict[str, dict[str, str | None]]:
-    """The packages of the agents' packs, by the agents' names; unknown agents are left out."""
-    found: dict[str, dict[str, str | None]] = {}
+    """Return the packages of the agents' packs by agent name, without unknown agents."""
+    packs: dict[str, dict[str, str | None]] = {}
     for agent in agents:
         name = agent.get("import_path") or agent.get("name") or ""
         with contextlib.suppress(PierError):
             if spec := pack_spec(name):
-                found[name] = {"source": spec.source, "package": spec.package, "version": spec.version}
-    return found
+                packs[name] = {"source": spec.source, "package": spec.package, "version": spec.version}
+    return packs
 
 
 def write_result(ledger: Ledger, config: JobConfig, running: int = 0, *, durable: bool = False) -> None:
-    """Write where the job stands, as Harbor's `result.json`."""
+    """Write the state of the job as Harbor's `result.json`."""
     result = result_of(JobView.of(ledger), [metric.type for metric in config.metrics], running)
     write(ledger.directory / RESULT, json.dumps(result, indent=2) + "\n", durable=durable)
 
 
 def result_of(view: JobView, metrics: Sequence[str] = (), running: int = 0) -> dict[str, Any]:
-    """Where a job stands, as Harbor's `JobResult`; `pier` holds what Harbor has no place for."""
+    """Return the state of a job as Harbor's `JobResult`, with additional fields in `pier`."""
     totals = view.totals
     stats = {
         "n_completed_trials": totals.done,
@@ -148,7 +144,7 @@ def result_of(view: JobView, metrics: Sequence[str] = (), running: int = 0) -> d
         "cost_usd": totals.cost.total,
         "evals": {group.key: _eval_stats(group, metrics) for group in view.groups},
     }
-    part = {"cost": {"known_usd": totals.cost.known, "trials_unknown": totals.cost.unknown}}
+    known_cost = {"cost": {"known_usd": totals.cost.known, "trials_unknown": totals.cost.unknown}}
     return {
         "id": view.id,
         "started_at": view.created_at,
@@ -156,10 +152,7 @@ def result_of(view: JobView, metrics: Sequence[str] = (), running: int = 0) -> d
         "finished_at": view.finished_at,
         "n_total_trials": view.n_trials,
         "stats": stats,
-        "pier": {
-            "faults_by_blame": totals.errors,
-            **(part if totals.cost.unknown else {}),
-        },
+        "pier": {"faults_by_blame": totals.errors, **(known_cost if totals.cost.unknown else {})},
     }
 
 
@@ -192,7 +185,7 @@ def _metric(summary: Summary, name: str) -> dict[str, float]:
 
 @dataclass(slots=True)
 class OpenJob:
-    """An open job. `disk` is the configuration as it stands on disk; `continued` says that it was there before."""
+    """An open job. `disk` is the configuration on disk; `continued` is set if the job existed before."""
 
     directory: Path
     config: JobConfig
@@ -200,15 +193,16 @@ class OpenJob:
     ledger: Ledger
     continued: bool = False
     stopped: str | None = None
-    """Why its runner began no further trial though some are owed, if it was not interrupted."""
+    """The exhausted limit, if the runner stopped before all trials had run."""
     left_out: int = 0
-    """How many trials of an earlier job cannot be graded again, since they kept no state."""
+    """Number of trials that cannot be regraded, since they kept no state."""
 
     def trial_path(self, trial: PlannedTrial) -> Path:
         return self.directory / trial.name
 
     def set_aside(self, trial: PlannedTrial, number: int) -> str | None:
-        """Move a try that does not count out of the way, and say where it is; None if it left nothing."""
+        """Move the directory of a try that no longer counts to `.retries` and return its path; None if it is
+        missing."""
         place = self.directory / RETRIES
         kept = place / f"{trial.name}.{number}"
         try:
@@ -231,15 +225,15 @@ def open_for(
     check: Callable[[Plan], None] = lambda _: None,
     warn: Warn = lambda _: None,
 ) -> Iterator[OpenJob]:
-    """The job that `config` asks for: continued if it is there already, else made, after `check`. `warn` is called with
-    warnings about its tasks."""
+    """Open the job for `config`: an existing one, or a new one after `check`. `warn` is called with warnings about its
+    tasks."""
     with _open(config, *plan_job(config, env, yes=yes, warn=warn), check) as job:
         yield job
 
 
 @contextmanager
 def open_regrade(source: Path, config: JobConfig, env: Mapping[str, str]) -> Iterator[OpenJob]:
-    """The job that grades again what the job in `source` has kept."""
+    """Open the job that regrades the kept states of the job in `source`."""
     from pier.job.specs import plan_regrade
 
     plan, without = plan_regrade(source, config)
@@ -252,7 +246,7 @@ def open_regrade(source: Path, config: JobConfig, env: Mapping[str, str]) -> Ite
 def _open(
     config: JobConfig, make_plan: MakePlan, disk: dict[str, Any], check: Callable[[Plan], None]
 ) -> Iterator[OpenJob]:
-    counted = {key: value for key, value in disk.items() if key not in NOT_ASKED}
+    counted = {key: value for key, value in disk.items() if key not in NOT_IDENTIFYING}
     asked = hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:16]
     directory = _find_directory(config, asked, make_plan)
     if directory is None:
@@ -284,7 +278,7 @@ def _opened(job: OpenJob) -> Iterator[OpenJob]:
 
 @contextmanager
 def open_existing(directory: Path) -> Iterator[OpenJob]:
-    """The job in `directory`, with the plan that it has."""
+    """Open the job in `directory` with its present plan."""
     if not (directory / JOURNAL).is_file():
         raise not_a_job(directory)
     config, disk = read_config(directory)
@@ -293,16 +287,16 @@ def open_existing(directory: Path) -> Iterator[OpenJob]:
 
 
 def read_config(directory: Path) -> tuple[JobConfig, dict[str, Any]]:
-    """The configuration of the job in `directory`, and the same as it stands on disk."""
+    """Return the configuration of the job in `directory`, parsed and as stored."""
     disk = read_file(directory / CONFIG)
     return parse(disk, str(directory / CONFIG)), disk
 
 
 def repair(job: OpenJob) -> None:
-    """Bring the ledger and the trial directories together again after a runner that died, or a file that was lost.
+    """Reconcile the ledger with the trial directories after a runner died or files were lost.
 
-    A try whose result was sealed counts though its end was never written down; one without a result is set aside and
-    owed again; so is a finished one whose result is gone or torn.
+    A try with a complete result counts even if its end was not recorded. A try without a result, or with a missing or
+    torn one, is set aside and owed again.
     """
     ledger, place = job.ledger, str(job.directory)
     for trial in ledger.plan.trials:
@@ -320,16 +314,16 @@ def repair(job: OpenJob) -> None:
 
 
 def _is_whole(trial: str, size: int) -> bool:
-    """Whether a trial's result is there and, if its size is not the one that was written down, can be read."""
+    """Whether a trial's result exists and has the recorded size or is at least readable."""
     try:
-        found = os.stat(f"{trial}/result.json").st_size  # noqa: PTH116 - one for each of ten thousand trials
+        actual = os.stat(f"{trial}/result.json").st_size  # noqa: PTH116 - called for each of ten thousand trials
     except OSError:
         return False
-    return (found == size and size > 0) or read_outcome(Path(trial)) is not None
+    return (actual == size and size > 0) or read_outcome(Path(trial)) is not None
 
 
 def _find_directory(config: JobConfig, asked: str, make_plan: MakePlan) -> Path | None:
-    """The directory of the job if it is there: by name, else an unfinished one of the same command."""
+    """Return the existing directory of the job: by name, else an unfinished job of the same command."""
     base = Path(config.jobs_dir)
     if config.job_name:
         return base / config.job_name if (base / config.job_name).is_dir() else None
@@ -346,7 +340,7 @@ def _find_directory(config: JobConfig, asked: str, make_plan: MakePlan) -> Path 
 
 
 def _unfinished(directory: Path, asked: str) -> Ledger | None:
-    """The ledger of an unfinished job of the same command that is not running. Other entries are skipped."""
+    """Return the ledger in `directory` if it is an unfinished job of the same command that is not running."""
     try:
         head = next(read_journal(directory / JOURNAL), None)
         if not isinstance(head, dict) or head.get("asked") != asked or current_owner(directory):
@@ -364,24 +358,24 @@ def _make_directory(config: JobConfig) -> Path:
         (base / config.job_name).mkdir(exist_ok=True)
         return base / config.job_name
     stamp = datetime.now().strftime("%Y-%m-%d__%H-%M-%S")
-    names = (f"{stamp}-{number}" for number in itertools.count(2))
-    directory = base / stamp
+    directory, number = base / stamp, 1
     while True:
         try:
             directory.mkdir()
             return directory
         except FileExistsError:
-            directory = base / next(names)
+            number += 1
+            directory = base / f"{stamp}-{number}"
 
 
 def _is_job(directory: Path) -> bool:
-    """Whether a job was begun in `directory`. Something else that is there is not written over."""
+    """Whether `directory` contains a job. Raises `JobError` if it contains other files instead."""
     if next(read_journal(directory / JOURNAL), None) is not None:
         return True
     others = [path.name for path in directory.iterdir() if path.name not in (OWNER, JOURNAL, KEY)]
     if others:
         raise JobError(
-            f"{directory} exists and is not a job of pier's: it holds {others[0]} and no {JOURNAL}",
+            f"{directory} exists and is not a pier job: it contains {others[0]} and no {JOURNAL}",
             hint="choose another --job-name",
             code="not-a-job",
         )
@@ -392,26 +386,26 @@ def _refuse_foreign(directory: Path, ledger: Ledger, plan: Plan) -> None:
     foreign = [id for id in ledger.outcomes if id not in plan.by_id]
     if foreign and ledger.version < VERSION:
         raise JobError(
-            f"{directory} was begun by an earlier version of pier, which did not count all values, files and secrets "
-            "as part of a trial's identity, so its trials cannot be matched with this command",
-            hint=f"continue it as it is: pier job resume {directory}; or choose another --job-name",
+            f"{directory} was created by an earlier version of pier, whose trial identities ignore some values, files "
+            "and secrets, so its trials cannot be matched with this command",
+            hint=f"continue it with its old settings: pier job resume {directory}; or choose another --job-name",
             code="job-older",
         )
     if foreign:
         name = ledger.plan.by_id[foreign[0]].name if foreign[0] in ledger.plan.by_id else foreign[0]
         raise JobError(
-            f"{directory} holds {len(foreign)} finished trials that this command does not ask for, such as {name}",
-            hint=f"choose another --job-name, or continue the job as it is: pier job resume {directory}",
+            f"{directory} contains {len(foreign)} finished trials that are not part of this command, such as {name}",
+            hint=f"choose another --job-name, or continue with the job's settings: pier job resume {directory}",
             code="job-differs",
         )
 
 
 def remove_job(directory: Path) -> None:
-    """Remove the directory of a job. `JobError` if it is not certainly one, or the job runs."""
+    """Remove the directory of a job. Raises `JobError` if it is not clearly a job, or the job is running."""
     path, view = directory.resolve(), JobView.open(directory)
     if not view.is_ours and not view.n_planned and not all((path / name).is_file() for name in (JOURNAL, OWNER)):
         raise JobError(
-            f"{directory} has no journal, result or lock of a job, so it is not removed",
+            f"{directory} was not removed: it has no journal, result or lock of a job",
             code="not-a-job",
             hint=f"rm -r {directory}, if you are sure",
         )
@@ -419,5 +413,5 @@ def remove_job(directory: Path) -> None:
     with explained(directory):
         with owning(directory):
             path.rename(doomed)
-        for each in {doomed, *path.parent.glob(f".*{_REMOVED}")}:  # also what a removal that was killed left
+        for each in {doomed, *path.parent.glob(f".*{_REMOVED}")}:  # also leftovers of interrupted removals
             remove(str(each))

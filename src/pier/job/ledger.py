@@ -1,20 +1,20 @@
-"""A job's journal: the truth about what was planned, started and finished.
+"""A job's journal: the authoritative record of planned, started and finished trials.
 
-One JSON line per event in `journal.jsonl`, only ever appended. Opening a job reads this one file, however many trials
-it has; result files are looked at only for trials that were begun and whose end is missing here.
+One JSON line per event in `journal.jsonl`, append-only. Opening a job reads this one file, whatever its number of
+trials; result files are read only for trials with a start and no end in the journal.
 
-    {"e": "job", "id": ..., "at": ...}                              the job was made
-    {"e": "plan", "tasks": [...], "agents": [...], "trials": [...]} what is to be done; a later plan replaces it
-    {"e": "run", "pid": ..., "at": ...}                             a runner began
-    {"e": "start", "trial": ID, "try": N, "at": ...}                a try of a trial began
-    {"e": "end", "trial": ID, "try": N, ...}                        it ended, with everything that a summary needs
-    {"e": "again", "trial": ID, "why": ..., "kept": DIR}            its result no longer counts; evidence is in DIR
-    {"e": "used", "turns": ..., "cost": ...}                        what the job used of its budget so far
-    {"e": "done", "at": ...}                                        no trial was left to do
+    {"e": "job", "id": ..., "at": ...}                              the job was created
+    {"e": "plan", "tasks": [...], "agents": [...], "trials": [...]} the planned trials; a later plan replaces it
+    {"e": "run", "pid": ..., "at": ...}                             a runner started
+    {"e": "start", "trial": ID, "try": N, "at": ...}                a try of a trial started
+    {"e": "end", "trial": ID, "try": N, ...}                        the try ended, with all data for summaries
+    {"e": "again", "trial": ID, "why": ..., "kept": DIR}            its result no longer counts; its files are in DIR
+    {"e": "used", "turns": ..., "cost": ...}                        the usage of the job's budget so far
+    {"e": "done", "at": ...}                                        all trials were finished
 
-There is one runner per job directory. It holds a record lock on `.owner`, which the kernel drops when the process ends
-in any way and which no child inherits. So a lock that can be taken has no living owner, and for one that cannot the
-kernel names the process.
+Each job directory has at most one runner. It holds a record lock on `.owner`, which the kernel releases when the
+process ends and which children do not inherit. A lock that can be acquired therefore has no living owner; for a lock
+that is held, the kernel reports the process.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from pier.trial.result import AgentResult, ExceptionInfo, TrialResult, failure_c
 
 JOURNAL = "journal.jsonl"
 VERSION = 2
-"""Of the identities of trials: 1 left out values that are 0 or false, the content of files, and secrets."""
+"""Version of trial identities. Version 1 ignored values that are 0 or false, file contents, and secrets."""
 
 
 class Used(NamedTuple):
-    """The usage of a job with a budget: turns, tokens in and out, dollars, and seconds if these are limited."""
+    """The usage of a job with a budget: turns, input and output tokens, dollars, and seconds if they are limited."""
 
     turns: int = 0
     read: int = 0
@@ -59,7 +59,7 @@ class Used(NamedTuple):
 
 
 def now() -> str:
-    """The time as it stands in every file of a job."""
+    """Return the current time in the format of a job's files."""
     return datetime.now(UTC).isoformat()
 
 
@@ -72,13 +72,13 @@ class Ledger:
     created_at: str
     plan: Plan = field(default_factory=Plan)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    """By trial id, only where the outcome counts (neither cancelled nor voided)."""
+    """Outcomes that count (neither cancelled nor voided), by trial id."""
     tries: dict[str, int] = field(default_factory=dict)
-    """By trial id, the number of the last try that began."""
+    """Number of the last try that started, by trial id."""
     open: set[str] = field(default_factory=set)
-    """Trials that began and whose end is not written down."""
+    """Trials with a start and no end."""
     used: Used = field(default_factory=Used)
-    """The usage of a job that has a budget."""
+    """Usage of the job's budget."""
     n_retries: int = 0
     version: int = VERSION
     finished_at: str | None = None
@@ -88,21 +88,21 @@ class Ledger:
 
     @classmethod
     def create(cls, directory: Path, asked: str = "") -> Ledger:
-        """A new job's ledger. `asked` is the digest of what was asked for, by which the same command finds it."""
+        """Create the ledger of a new job. `asked` is the digest of its settings, by which the same command finds it."""
         ledger = cls(directory, str(uuid4()), now())
         ledger.write({"e": "job", "v": VERSION, "id": ledger.id, "at": ledger.created_at, "asked": asked})
         return ledger
 
     @classmethod
     def read(cls, directory: Path) -> Ledger:
-        """The ledger of a job that exists."""
+        """Read the ledger of an existing job."""
         if (ledger := cls.find(directory)) is None:
             raise not_a_job(directory)
         return ledger
 
     @classmethod
     def find(cls, directory: Path) -> Ledger | None:
-        """The ledger of a job; None if there is no readable one."""
+        """Read the ledger of a job; None if it is missing or unreadable."""
         ledger = cls(directory, "", "")
         for line in _lines(directory / JOURNAL):
             try:
@@ -136,7 +136,7 @@ class Ledger:
             self.finished_at = line["at"]
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one event, and then count it. Call `sync` now and then to have it on disk for good."""
+        """Append one event and apply it. Call `sync` from time to time to make events durable."""
         if self._journal is None:
             self._journal = Journal(self.directory / JOURNAL)
         self._journal.append(line)
@@ -144,34 +144,34 @@ class Ledger:
         self._apply(line)
 
     def adopt_plan(self, plan: Plan) -> None:
-        """Make `plan` the job's plan; outcomes of trials that are in it still count."""
+        """Replace the job's plan; outcomes of trials in the new plan still count."""
         self.write(plan.to_line())
 
     def begin(self, trial: str) -> int:
-        """Write down that a new try of a trial begins, and give its number."""
+        """Record the start of a new try of a trial and return its number."""
         number = self.tries.get(trial, 0) + 1
         self.write({"e": "start", "trial": trial, "try": number, "at": now()})
         return number
 
     def end(self, trial: str, outcome: Outcome) -> None:
-        """Write down how the last try of a trial ended."""
+        """Record the outcome of the last try of a trial."""
         self.write({"e": "end", "trial": trial, "try": self.tries.get(trial, 1), "at": now(), **outcome.to_line()})
 
     def again(self, trial: str, why: str, kept: str | None) -> None:
-        """Write down that the last try does not count. `why` is `retry`, `interrupted`, `asked` or `lost`."""
+        """Void the last try of a trial. `why` is `retry`, `interrupted`, `asked` or `lost`."""
         self.write({"e": "again", "trial": trial, "why": why, "kept": kept, "at": now()})
 
     def note_used(self, used: Used) -> None:
-        """Write down what the job has used of its budget so far."""
+        """Record the usage of the job's budget so far."""
         line = {"e": "used", "turns": used.turns, "input": used.read, "output": used.written, "cost": used.cost}
         self.write({**line, "seconds": used.seconds} if used.seconds else line)
 
     def finish(self) -> None:
-        """Write down that nothing is left to do."""
+        """Record that all trials are finished."""
         self.write({"e": "done", "at": now()})
 
     def sync(self) -> None:
-        """Have everything that was written on disk, so that it outlives a power cut. Blocks."""
+        """Flush all events to disk, so that they survive a power failure. Blocks."""
         if self._dirty and self._journal is not None:
             self._dirty = False
             self._journal.sync()
@@ -182,12 +182,13 @@ class Ledger:
             self._journal = None
 
     def owed(self) -> Iterable[str]:
-        """The ids of planned trials without an outcome, in order."""
+        """Yield the ids of planned trials without an outcome, in order."""
         return (trial.id for trial in self.plan.trials if trial.id not in self.outcomes)
 
 
 def _lines(path: Path) -> Iterable[Any]:
-    """The lines of a journal: all in one go, which is several times as fast, or one by one if some are torn."""
+    """Return the lines of a journal. Parsing it as one list is several times faster than line by line, which is the
+    fallback for torn lines."""
     try:
         with open_regular(path) as stream:
             data = stream.read()
@@ -200,7 +201,7 @@ def _lines(path: Path) -> Iterable[Any]:
 
 
 def not_a_job(directory: Path) -> JobError:
-    """The error for a directory that is not a job, with the command to use instead."""
+    """Return the error for a directory that is not a job, with the command to use instead."""
     if not directory.exists():
         return JobError(f"{directory}: no such directory", hint="pier job list", code="not-a-job")
     if not directory.is_dir():
@@ -212,14 +213,14 @@ def not_a_job(directory: Path) -> JobError:
 
 OWNER = ".owner"
 _FLOCK = "hh4xqqi4x"
-"""`struct flock` of 64-bit Linux, for asking who holds a lock without taking it."""
+"""`struct flock` of 64-bit Linux, to query the holder of a lock without acquiring it."""
 
 _held: set[Path] = set()
 
 
 @contextmanager
 def owning(directory: Path) -> Iterator[None]:
-    """Be the one runner of the job in `directory`; a `JobError` names the runner that already is."""
+    """Become the only runner of the job in `directory`, or raise a `JobError` that names the current runner."""
     path = directory.resolve() / OWNER
     if path in _held:
         raise taken(directory, Owner(os.getpid()))
@@ -243,7 +244,7 @@ def owning(directory: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The process that runs a job. `here` says that it is a process of this machine, by the kernel's word."""
+    """The process that runs a job. `here` is set if the kernel reported it, so it runs on this machine."""
 
     pid: int
     host: str = ""
@@ -258,7 +259,7 @@ class Owner:
 
 
 def current_owner(directory: Path) -> Owner | None:
-    """The runner of the job, or None if it is not running."""
+    """Return the runner of the job, or None if it is not running."""
     path = directory.resolve() / OWNER
     if path in _held:
         return Owner(os.getpid())
@@ -273,7 +274,7 @@ def current_owner(directory: Path) -> Owner | None:
 
 
 def _open_owner(path: Path, flags: int) -> int:
-    """Open the file of the owner, without following a link or waiting at a fifo; `OSError` if it is not a file."""
+    """Open the owner file without following a link or blocking on a fifo; `OSError` if it is not a regular file."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
@@ -283,47 +284,47 @@ def _open_owner(path: Path, flags: int) -> int:
 
 
 def _holder(fd: int) -> Owner | None:
-    """The process that holds the lock on a file. One that took it this instant has not written its name yet."""
-    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+    """Return the process that holds the lock on a file. A process that just acquired it may not have written the file
+    yet."""
+    query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, query))
     if kind == fcntl.F_UNLCK:
         return None
     host = socket.gethostname()
     try:
-        said = json.loads(os.pread(fd, 4096, 0))
-        named = Owner(int(said["pid"]), str(said["host"]), str(said["since"]), here=False)
+        data = json.loads(os.pread(fd, 4096, 0))
+        recorded = Owner(int(data["pid"]), str(data["host"]), str(data["since"]), here=False)
     except (ValueError, KeyError, TypeError):
-        named = Owner(0, host, here=False)
-    if pid <= 0 or named.host != host:
-        return named
-    return Owner(pid, host, named.since if named.pid == pid else "")
+        recorded = Owner(0, host, here=False)
+    if pid <= 0 or recorded.host != host:
+        return recorded
+    return Owner(pid, host, recorded.since if recorded.pid == pid else "")
 
 
 def stop_owner(directory: Path, owner: Owner) -> None:
-    """Ask the runner of a job to stop in good order, as Ctrl-C does; again, to bound its clean-up. `JobError` if that
-    is not possible from here."""
+    """Ask the runner of a job to shut down cleanly, like Ctrl-C; a second request limits its clean-up. Raises
+    `JobError` if this process cannot signal it."""
     if not owner.here:
-        raise JobError(f"cannot stop {directory}: it is run by {owner}, which is not on this machine", code="job-owned")
+        raise JobError(f"cannot stop {directory}: {owner} runs it, which is not on this machine", code="job-owned")
     try:
         process = os.pidfd_open(owner.pid)
     except ProcessLookupError:
         return
     try:
         holder = current_owner(directory)
-        if holder and holder.pid == owner.pid:  # the number was not given to another process meanwhile
+        if holder and holder.pid == owner.pid:  # the pid was not reused in the meantime
             signal.pidfd_send_signal(process, signal.SIGTERM)
     except ProcessLookupError:
         return
     except PermissionError:
-        raise JobError(
-            f"cannot stop {directory}: it is run by {owner}, which belongs to another user", code="job-owned"
-        ) from None
+        why = f"{owner} runs it, which belongs to another user"
+        raise JobError(f"cannot stop {directory}: {why}", code="job-owned") from None
     finally:
         os.close(process)
 
 
 def taken(directory: Path, owner: Owner | None) -> JobError:
-    """The error for what cannot be done while a job runs."""
+    """Return the error for an action that is impossible while the job runs."""
     return JobError(
         f"the job {directory} is being run by {owner or 'another process'}",
         hint=f"pier job logs -f {directory}, or: pier job stop {directory}",
@@ -337,12 +338,12 @@ _WITHOUT_MODELS = ("oracle", "nop", "kept-state")
 _AGENT_ERRORS = ("AgentTimeoutError", "NonZeroAgentExitCodeError")
 _BLAME_BY_CAUSE = {"verifier_failed": "task", "model_provider_failed": "provider"}
 _NO_VERDICT = "job-budget"
-"""The code of a trial that the job's own budget cut off: it did not get its chance, so it is still owed."""
+"""Error code of a trial that was cut off by the job's budget: it counts as cancelled and is still owed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a try has an error: its kind (`type`, the class name; `code`), the blame, and whether to try again."""
+    """The error of a try: its class name and code, the blame, and whether a retry may succeed."""
 
     type: str
     code: str
@@ -354,7 +355,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one try of a trial ended. `rewards` is None without a verdict; unknown usage and cost are None."""
+    """The outcome of one try of a trial. `rewards` is None without a verdict; unknown usage and cost are None."""
 
     rewards: dict[str, float] | None = None
     fault: Fault | None = None
@@ -363,12 +364,12 @@ class Outcome:
     cost: float | None = None
     seconds: float = 0.0
     steps: tuple[int, int] | None = None
-    """Of a task with steps: how many were graded, and how many there are."""
+    """Graded steps and all steps of a multi-step task."""
     size: int = 0
-    """The size of the result file, by which a torn one is detected without reading it."""
+    """Size of the result file, to detect a torn one without reading it."""
 
     def to_line(self) -> dict[str, Any]:
-        """The outcome as a line of the journal has it; what is not there is left out."""
+        """Return the fields of a journal line, without empty ones."""
         f, known = self.fault, any(count is not None for count in self.tokens)
         more = {
             "fault": [f.type, f.code, f.blame, f.retryable, f.message[:500]] if f else None,
@@ -397,7 +398,7 @@ class Outcome:
 
 
 def outcome_of(result: TrialResult, directory: Path) -> Outcome:
-    """The outcome of a trial with this result in this directory."""
+    """Return the outcome of the trial in `directory` with this result."""
     info, pier = result.exception_info, result.pier
     used = [result.agent_result] if result.agent_result else [step.agent_result for step in result.step_results or ()]
     infos = (info, *(step.exception_info for step in result.step_results or ()))
@@ -419,7 +420,7 @@ def outcome_of(result: TrialResult, directory: Path) -> Outcome:
 
 
 def _fault(result: TrialResult, info: ExceptionInfo) -> Fault:
-    """The error of a result. Harbor records what ended a trial, from which the blame follows."""
+    """Return the error of a result. For Harbor's results the blame is derived from the recorded cause."""
     cause = result.failure_cause or failure_cause(info)
     known = "agent" if info.exception_type in _AGENT_ERRORS else _BLAME_BY_CAUSE.get(cause, "infra")
     return Fault(
@@ -435,7 +436,7 @@ def _fault(result: TrialResult, info: ExceptionInfo) -> Fault:
 def _usage(
     result: TrialResult, used: Sequence[AgentResult]
 ) -> tuple[tuple[int | None, int | None, int | None], float | None]:
-    """The tokens and the cost of a trial over its steps. One whose agent never began cost nothing."""
+    """Return the tokens and the cost of a trial over its steps. A trial whose agent never started cost nothing."""
     tokens, cost = TokenTotals(), Cost()
     for each in used:
         tokens.add(each.n_input_tokens, each.n_cache_tokens, each.n_output_tokens)
@@ -445,7 +446,7 @@ def _usage(
 
 
 def outcome_of_error(error: Exception, redactor: Redactor) -> Outcome:
-    """The outcome of a trial that broke before it could seal its result."""
+    """Return the outcome of a trial that failed before it wrote its result."""
     error = storage_fault(error) or error
     known = isinstance(error, PierError)
     fault = Fault(
@@ -460,7 +461,7 @@ def outcome_of_error(error: Exception, redactor: Redactor) -> Outcome:
 
 
 def read_outcome(directory: Path) -> Outcome | None:
-    """The outcome in a trial's directory; None if its result is missing, empty, torn or not a result."""
+    """Return the outcome in a trial's directory; None if its result is missing, empty, torn or invalid."""
     try:
         return outcome_of(read_result(directory), directory)
     except JobError:
@@ -468,7 +469,7 @@ def read_outcome(directory: Path) -> Outcome | None:
 
 
 def size_of(directory: Path, name: str = RESULT) -> int:
-    """The size of a file, by default the result; 0 if there is none."""
+    """Return the size of a file, by default the result; 0 if it is missing."""
     try:
         return (directory / name).stat().st_size
     except OSError:

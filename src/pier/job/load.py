@@ -1,12 +1,12 @@
-"""Job files and flags into a `JobConfig`, and a `JobConfig` as it may be written to disk.
+"""Loads job files and flags into a `JobConfig`, and converts a `JobConfig` for writing to disk.
 
-Several files are layers: later ones win for single values, lists are joined, an empty list clears. Keys of Harbor that
-ask for what pier does not do are refused by name; left at their neutral value they are ignored.
+Files are layers: later ones override single values, lists are joined, an empty list clears. Harbor's keys for features
+that pier does not support are refused by name; at their neutral value they are ignored.
 
-`${NAME}` templates stay templates in every file: they are filled in memory only, right before use. A literal value that
-is secret (see `pier.secret`) is written as `${NAME}` when the host's variable of that name holds the same, else as
-`****`, and a secret inside a longer text as `[REDACTED]`; such a value cannot be read back, so resuming from the files
-alone asks for it.
+`${NAME}` templates stay templates in every file and are filled in memory, right before use. A literal secret (see
+`pier.secret`) is written as `${NAME}` if the host's variable of that name has the same value, else as `****`, and a
+secret inside a longer text as `[REDACTED]`. Such values cannot be read back, so resuming from the files alone fails
+with a request for them.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ delete the files that you do not need when the job is done
 --export-verifier-metadata | exporting traces while running | pier trajectory convert, when the job is done
 """.splitlines()
 )
-"""Flags and keys of Harbor that pier does not support: their names, what they ask for, and what to do instead."""
+"""Harbor's flags and keys that pier does not support: their names, the feature, and the alternative."""
 
 
 def unsupported(name: str) -> UsageError | None:
-    """The error for a flag or key of Harbor that pier does not support; None for any other."""
+    """Return the error for a flag or key of Harbor that pier does not support; None for any other."""
     for names, feature, instead in UNSUPPORTED:
         if name in names.split():
             return UsageError(f"{name}: pier does not support {feature}", hint=instead, code="not-done")
@@ -78,13 +78,13 @@ def unsupported(name: str) -> UsageError | None:
 
 
 MAX_FILE = 16 * 1024 * 1024
-"""A job file larger than this is a mistake, and YAML of that size would take minutes to parse."""
+"""Maximum size of a job file; YAML of this size already takes minutes to parse."""
 
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {})
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """One job file as it stands."""
+    """Read one job file."""
     text = _read_text(path)
     try:
         data = json.loads(text) if path.suffix == ".json" else _read_yaml(text)
@@ -101,11 +101,11 @@ def _read_text(path: Path) -> str:
             raise UsageError(f"cannot read {path}: larger than {MAX_FILE >> 20} MB")
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"cannot read {path}: {reason}") from error
 
 
 def _read_yaml(text: str) -> Any:
-    """The content of a YAML file; a `ValueError` if it is not one. The parser is loaded for those who need it."""
     import yaml
 
     try:
@@ -115,7 +115,7 @@ def _read_yaml(text: str) -> Any:
 
 
 def merge(low: dict[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """`high` over `low`: tables by key, lists joined (an empty one clears), everything else replaced."""
+    """Merge `high` into `low`: tables by key, lists joined (an empty one clears), everything else replaced."""
     merged = dict(low)
     for key, value in high.items():
         before = merged.get(key)
@@ -129,15 +129,15 @@ def merge(low: dict[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse(data: dict[str, Any], origin: str, flags: Mapping[str, str] = MappingProxyType({})) -> JobConfig:
-    """`data` as a configuration; errors name `origin` and the key, or the flag of a key that is in `flags`."""
+    """Validate `data` as a configuration. Errors name `origin` and the key, or the flag of a key in `flags`."""
     cleaned = _drop_neutral(data, "", origin)
     try:
         return JobConfig.model_validate(cleaned)
     except ValidationError as error:
-        said = "; ".join(_complaints(error, flags))
-        if all(_key(found["loc"]) in flags for found in error.errors()):
-            raise UsageError(said, hint="pier run --help") from error
-        raise UsageError(f"{origin}: {said}", code="job-config") from error
+        message = "; ".join(_messages(error, flags))
+        if all(_key(each["loc"]) in flags for each in error.errors()):
+            raise UsageError(message, hint="pier run --help") from error
+        raise UsageError(f"{origin}: {message}", code="job-config") from error
     except RecursionError as error:
         raise UsageError(f"{origin}: nested too deeply", code="job-config") from error
 
@@ -161,25 +161,26 @@ def _key(place: tuple[int | str, ...]) -> str:
     return ".".join(part for part in place if isinstance(part, str))
 
 
-def _complaints(error: ValidationError, flags: Mapping[str, str]) -> Iterator[str]:
-    for found in error.errors(include_url=False, include_context=False):
-        place = found["loc"]
+def _messages(error: ValidationError, flags: Mapping[str, str]) -> Iterator[str]:
+    for each in error.errors(include_url=False, include_context=False):
+        place = each["loc"]
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
         where = flags.get(_key(place), where)
         model, field = _find(place)
-        if found["type"] == "extra_forbidden":
+        if each["type"] == "extra_forbidden":
             near = nearest(str(place[-1]), model.model_fields if model else ())
             yield f"unknown key {where}" + (f", did you mean {near!r}?" if near else "")
             continue
-        said = found["msg"].removeprefix("Value error, ") if found["type"] == "value_error" else None
-        wanted = said or f"expected {expected(field)}" if field else said or found["msg"]
-        value, hidden = found["input"], {"env", "kwargs", "headers", "mcp_servers"} & {*place}
+        reason = each["msg"].removeprefix("Value error, ")
+        if each["type"] != "value_error" and field:
+            reason = f"expected {expected(field)}"
+        value, hidden = each["input"], {"env", "kwargs", "headers", "mcp_servers"} & {*place}
         shown = "" if hidden or isinstance(value, dict | list) or len(repr(value)) > 80 else f" {value!r}"
-        yield f"invalid value{shown} for {where or 'the file'}: {wanted}"
+        yield f"invalid value{shown} for {where or 'the file'}: {reason}"
 
 
 def _find(place: tuple[int | str, ...]) -> tuple[type[BaseModel] | None, FieldInfo | None]:
-    """The table and the field at a place; None where the place leads into a plain value."""
+    """Return the table and the field at a place; None if the place is inside a plain value."""
     model: type[BaseModel] | None = JobConfig
     field: FieldInfo | None = None
     for part in place:
@@ -190,25 +191,27 @@ def _find(place: tuple[int | str, ...]) -> tuple[type[BaseModel] | None, FieldIn
     return model, field
 
 
-_APART = ("agents.name", "agents.model_name", "datasets.path", "datasets.name", "datasets.registry_path", "tasks.path")
-"""Settings that choose agents and sources, and so replace those of the job files."""
+_SELECTING = (
+    *("agents.name", "agents.model_name", "datasets.path", "datasets.name", "datasets.registry_path", "tasks.path"),
+)
+"""Settings that select agents and sources, and so replace those of the job files."""
 
 
 def apply_flags(config: dict[str, Any], given: Iterable[tuple[Setting, Any]]) -> dict[str, Any]:
-    """`config` (as read from job files) with what the command line says on top. An agent, a model or a source replaces
-    those of the files; other flags of agents and datasets apply to each of them."""
+    """Apply the flags to `config`, as read from job files. An agent, a model or a source replaces those of the files;
+    other flags of agents and datasets apply to each of them."""
     merged: dict[str, Any] = json.loads(json.dumps(config, default=str))
-    apart: dict[str, Any] = {}
+    selected: dict[str, Any] = {}
     layer: list[tuple[str, Any, bool]] = []
     for setting, text in given:
-        if setting.key in _APART:
-            apart[setting.key] = text
+        if setting.key in _SELECTING:
+            selected[setting.key] = text
         else:
             layer.append((setting.key, flag_value(setting, text), bool(setting.flag and setting.flag.joins)))
-    merged["agents"] = _agents(merged.get("agents") or [{}], apart)
-    _choose_sources(merged, apart)
+    merged["agents"] = _agents(merged.get("agents") or [{}], selected)
+    _choose_sources(merged, selected)
     if not merged["datasets"] and any(key.startswith("datasets.") for key, _, _ in layer):
-        raise UsageError("tasks are selected, but no dataset is given", hint="pier run DIRECTORY")
+        raise UsageError("cannot select tasks without a dataset", hint="pier run DIRECTORY")
     for key, value, joins in layer:
         root, _, inner = key.partition(".")
         if root in ("agents", "datasets"):
@@ -220,7 +223,7 @@ def apply_flags(config: dict[str, Any], given: Iterable[tuple[Setting, Any]]) ->
 
 
 def flag_value(setting: Setting, text: Any) -> Any:
-    """The value that a flag's text stands for."""
+    """Convert the text of a flag to the value of its setting."""
     flag = setting.flag
     if flag is not None and flag.entry:
         return {flag.entry: text}
@@ -256,21 +259,21 @@ def _typed(value: str) -> Any:
         return value
 
 
-def _agents(agents: list[dict[str, Any]], apart: Mapping[str, Any]) -> list[dict[str, Any]]:
-    if name := apart.get("agents.name"):
+def _agents(agents: list[dict[str, Any]], selected: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if name := selected.get("agents.name"):
         agents = [{"name": name}]
-    if models := apart.get("agents.model_name"):
+    if models := selected.get("agents.model_name"):
         if len(agents) > 1:
             raise UsageError("cannot use -m with a job file that names several agents", hint="give -a as well")
         agents = [{**agents[0], "model_name": model} for model in models]
     return [dict(agent) for agent in agents]
 
 
-def _choose_sources(merged: dict[str, Any], apart: Mapping[str, Any]) -> None:
-    paths, names, tasks = (apart.get(key) or () for key in ("datasets.path", "datasets.name", "tasks.path"))
+def _choose_sources(merged: dict[str, Any], selected: Mapping[str, Any]) -> None:
+    paths, names, tasks = (selected.get(key) or () for key in ("datasets.path", "datasets.name", "tasks.path"))
     if paths or names or tasks:
         merged["datasets"] = [{"path": path} for path in paths]
-        merged["datasets"] += [_named_dataset(name, apart.get("datasets.registry_path")) for name in names]
+        merged["datasets"] += [_named_dataset(name, selected.get("datasets.registry_path")) for name in names]
         merged["tasks"] = [_one_task(task) for task in tasks]
     for key in ("datasets", "tasks"):
         merged[key] = [_absolute(source) for source in merged.get(key) or []]
@@ -292,14 +295,13 @@ def _one_task(task: str) -> dict[str, Any]:
 
 
 def _absolute(source: dict[str, Any]) -> dict[str, Any]:
-    """Paths on this machine are kept whole, so that a job can be resumed from anywhere."""
-    made = dict(source)
+    """Make local paths absolute, so that a job can be resumed from any directory."""
+    source = dict(source)
     for key in ("path", "registry_path"):
-        value = made.get(key)
-        if isinstance(value, str) and not made.get("git_url") and Path(value.partition("#")[0]).exists():
-            base, mark, rest = value.partition("#")
-            made[key] = f"{Path(base).resolve()}{mark}{rest}"
-    return made
+        base, mark, rest = str(source.get(key) or "").partition("#")
+        if base and not source.get("git_url") and Path(base).exists():
+            source[key] = f"{Path(base).resolve()}{mark}{rest}"
+    return source
 
 
 def _mcp_servers(path: Path) -> list[dict[str, Any]]:
@@ -310,7 +312,7 @@ def _mcp_servers(path: Path) -> list[dict[str, Any]]:
             servers = [{"name": name, **table} for name, table in servers.items()]
         return [{"transport" if key == "type" else key: row[key] for key in row} for row in servers]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"{path}: not a list of MCP servers: {error}") from error
+        raise UsageError(f"{path}: expected a list of MCP servers: {error}") from error
 
 
 def _json_list(flag: str, text: str) -> list[Any]:
@@ -324,7 +326,7 @@ def _json_list(flag: str, text: str) -> list[Any]:
 
 
 def _put(table: dict[str, Any], key: str, value: Any, joins: bool) -> None:
-    """Set one value: a table is updated, a list replaced unless it `joins` the one that is there."""
+    """Set one value: a table is updated, and a list is replaced, or extended if it `joins`."""
     *outer, last = key.split(".")
     for part in outer:
         table = table.setdefault(part, {})
@@ -337,7 +339,7 @@ def _put(table: dict[str, Any], key: str, value: Any, joins: bool) -> None:
 
 
 def read_job(files: Iterable[str], given: Iterable[tuple[Setting, Any]] = ()) -> JobConfig:
-    """The configuration that job files and flags make together."""
+    """Return the configuration from job files and flags."""
     merged: dict[str, Any] = {}
     for name in files:
         merged = merge(merged, read_file(Path(name)))
@@ -352,14 +354,14 @@ def read_job(files: Iterable[str], given: Iterable[tuple[Setting, Any]] = ()) ->
 
 
 def to_disk(config: JobConfig, env: Mapping[str, str]) -> dict[str, Any]:
-    """A configuration as it may stand on disk, in a shape that Harbor reads too."""
+    """Return a configuration for writing to disk, in a shape that Harbor also reads."""
     data = config.model_dump(mode="json")
     data["environment"] |= backend_fields(config.environment.backend)
     return hide(data, env)
 
 
 def fill(value: Any, env: Mapping[str, str], where: str = "") -> Any:
-    """`value` with each string that is one whole template replaced by what it stands for."""
+    """Replace each string that consists of one template by its value."""
     if isinstance(value, dict):
         return {key: fill(each, env, f"{where}.{key}".lstrip(".")) for key, each in value.items()}
     if isinstance(value, list):
@@ -368,7 +370,7 @@ def fill(value: Any, env: Mapping[str, str], where: str = "") -> Any:
         if isinstance(value, str) and (value == HIDDEN or REDACTED in value):
             raise UsageError(
                 f"{where}: this value is secret and was not written to disk",
-                hint="run the command that started the job again; it continues the job",
+                hint="run the command that started the job again, to continue the job",
                 code="hidden-value",
             )
         return value
@@ -381,25 +383,25 @@ def fill(value: Any, env: Mapping[str, str], where: str = "") -> Any:
 
 
 def hide(value: Any, env: Mapping[str, str]) -> Any:
-    """A configuration as it may be written to disk."""
+    """Remove the secrets of a configuration."""
     shown = map_texts(value, lambda name, text, given: value_on_disk(name, text, env, given=given))
     return Redactor(job_secrets(value, env)).value(shown)
 
 
 def map_texts(value: Any, change: Callable[[str, str, bool], Any], name: str = "", *, given: bool = False) -> Any:
-    """A configuration with every text changed. `change` is called with the name of the text's key, the text, and
-    whether it is in a table of values that the user gives."""
+    """Change every text of a configuration. `change` is called with the key of the text, the text, and whether it is in
+    a table of values from the user (`env`, `headers`)."""
     if isinstance(value, dict):
-        theirs = given or name in ("env", "headers")
-        return {key: map_texts(each, change, str(key), given=theirs) for key, each in value.items()}
+        given = given or name in ("env", "headers")
+        return {key: map_texts(each, change, str(key), given=given) for key, each in value.items()}
     if isinstance(value, list):
         return [map_texts(each, change, name, given=given) for each in value]
     return change(name, value, given) if isinstance(value, str) else value
 
 
 def job_secrets(config: Any, env: Mapping[str, str]) -> Iterator[str]:
-    """The secrets of a job: those of its configuration, of its env file, and the keys of this machine's environment,
-    which a provider may send back."""
+    """Yield the secrets of a job: those of its configuration and its env file, and the keys in this process's
+    environment, which a provider may echo."""
     yield from secrets_in(config, env)
     for name, value in env.items():
         if os.environ.get(name) != value:
@@ -411,13 +413,13 @@ def job_secrets(config: Any, env: Mapping[str, str]) -> Iterator[str]:
 
 
 def environ_with(env_file: str | None) -> dict[str, str]:
-    """The variables of this process, with those of a file over them."""
+    """Return the variables of this process, overridden by those of a file."""
     return {**os.environ, **(read_env_file(Path(env_file)) if env_file else {})}
 
 
 def read_env_file(path: Path) -> dict[str, str]:
-    """The variables of an `.env` file: `NAME=value` lines, `export` allowed, quotes removed, `#` starts a comment."""
-    found: dict[str, str] = {}
+    """Read an `.env` file: `NAME=value` lines, `export` allowed, quotes removed, `#` starts a comment."""
+    variables: dict[str, str] = {}
     for number, row in enumerate(_read_text(path).splitlines(), 1):
         line = row.strip().removeprefix("export ").strip()
         if not line or line.startswith("#"):
@@ -427,5 +429,5 @@ def read_env_file(path: Path) -> dict[str, str]:
             raise UsageError(f"{path}:{number}: expected NAME=value")
         value = value.strip()
         quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
-        found[name.strip()] = value[1:-1] if quoted else value.partition(" #")[0].rstrip()
-    return found
+        variables[name.strip()] = value[1:-1] if quoted else value.partition(" #")[0].rstrip()
+    return variables

@@ -1,4 +1,4 @@
-"""The meter that all sessions of a job share, with a clock that goes on where an earlier run of the job left it."""
+"""The meter that all sessions of a job share. It continues from the usage of earlier runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pier.wire.turn import Usage
 
 
 class JobMeter(Meter):
-    """A meter that begins with what the journal says was used before, and writes down each turn that is spent and what
-    it took. `wall_time` runs from the first call of each run, on top of what earlier runs took."""
+    """A meter that starts from the usage in the journal and records each turn there. `wall_time` counts from the first
+    call of each run, in addition to earlier runs."""
 
     def __init__(self, budget: Budget, ledger: Ledger) -> None:
         super().__init__(budget, owner="job")
@@ -34,13 +34,13 @@ class JobMeter(Meter):
 
     @property
     def used(self) -> Used:
-        """The usage so far; time is counted only if it is limited."""
+        """Usage so far; time is counted only if it is limited."""
         seconds = self._before
         if self.budget.wall_time is not None and self._started is not None:
             seconds += round(time.monotonic() - self._started, 1)
         return Used(self.turns, self.input_tokens, self.output_tokens, self.cost_usd, seconds)
 
     def save(self) -> None:
-        """Write down what was used, if that has changed."""
+        """Record the usage if it has changed."""
         if (used := self.used) != self._ledger.used:
             self._ledger.note_used(used)

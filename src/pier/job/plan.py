@@ -1,13 +1,13 @@
-"""The plan of a job: its trials, each with an identity that is the same wherever and whenever it is computed.
+"""The plan of a job: its trials, each with a reproducible identity.
 
-An identity is made of the task's name and digest, the agent's configuration, the settings that can change a result, the
-content of every file that these name, and the attempt. Paths of tasks, ports on the loopback and times are not part of
-it, so the same command finds its own trials again after a move or a reboot. Values that are left at their default do
-not count, so that a setting which a later version adds changes nothing. A secret counts as a keyed hash: the key is
-random and only the owner of the job's directory can read it, so no file reveals the secret.
+An identity is computed from the task's name and digest, the agent's configuration, the settings that can change a
+result, the content of all files that these name, and the attempt. Paths of tasks, ports on the loopback and times are
+excluded, so the same command finds its trials again after a move or a reboot. Default values are excluded too, so that
+new settings in later versions change nothing. Secrets are included as keyed hashes: the key is random and readable only
+by the owner of the job's directory, so no file reveals the secret.
 
-Tasks may ask for variables of the user's environment (`${NAME}`), whose values go into their sandboxes. A task from
-somewhere else could ask for anything, so no value is passed on before the user agreed.
+Tasks may request variables of the user's environment (`${NAME}`), whose values go into their sandboxes. Since tasks are
+untrusted, values are passed only with the user's consent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
 
 @dataclass(frozen=True, slots=True)
 class PlannedTask:
-    """A task of the plan. `source` is the dataset it came from."""
+    """A task of the plan. `source` is its dataset."""
 
     name: str
     digest: str
@@ -58,7 +58,7 @@ class PlannedTask:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTrial:
-    """One trial of the plan; `task` and `agent` are places in the plan's lists, `attempt` counts from 1."""
+    """A trial of the plan; `task` and `agent` are indexes into the plan's lists, `attempt` counts from 1."""
 
     id: str
     name: str
@@ -69,7 +69,7 @@ class PlannedTrial:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All trials of a job, in the order in which they are started."""
+    """All trials of a job, in starting order."""
 
     tasks: tuple[PlannedTask, ...] = ()
     agents: tuple[dict[str, Any], ...] = ()
@@ -80,7 +80,7 @@ class Plan:
         self.by_id.update((trial.id, trial) for trial in self.trials)
 
     def to_line(self) -> dict[str, Any]:
-        """The plan as one line of a journal."""
+        """Return the plan as a journal line."""
         keys = PlannedTask.__slots__
         return {
             "e": "plan",
@@ -91,15 +91,15 @@ class Plan:
 
     @classmethod
     def from_line(cls, line: dict[str, Any]) -> Plan:
-        """A plan as a journal has it. `ValueError` if the name of a trial would lead out of the job's directory."""
+        """Parse a journal line. Raises `ValueError` for a trial name that would leave the job's directory."""
         trials = tuple(PlannedTrial(*trial) for trial in line["trials"])
         if wrong := next((trial.name for trial in trials if not is_plain_name(trial.name)), None):
-            raise ValueError(f"invalid name of a trial: {wrong!r}")
+            raise ValueError(f"invalid trial name: {wrong!r}")
         return cls(tuple(PlannedTask(**task) for task in line["tasks"]), tuple(line["agents"]), trials)
 
 
 def check_tasks(tasks: Sequence[PlannedTask]) -> None:
-    """`UsageError` if there is nothing to plan."""
+    """Raise `UsageError` if there are no tasks."""
     if not tasks:
         raise UsageError("no task to run", hint="pier run DIRECTORY")
 
@@ -113,8 +113,8 @@ def make_plan(
     shown: Sequence[dict[str, Any]] | None = None,
     variables: Sequence[dict[str, Any]] | None = None,
 ) -> Plan:
-    """The plan for each agent on each task, `attempts` times. Agents and settings are what counts of them; `shown` are
-    the agents as they may be written down, if that is something else; `variables` are those that each task asks for."""
+    """Plan each agent on each task, `attempts` times. `agents` and `settings` are in their form for identities; `shown`
+    are the agents in their form for files, if different; `variables` are the requested variables of each task."""
     check_tasks(tasks)
     asked = variables or [{}] * len(tasks)
     prefixes = [
@@ -143,12 +143,12 @@ def _identity_of(task: PlannedTask, agent: dict[str, Any], settings: dict[str, A
 
 
 def _set_values(table: dict[str, Any]) -> dict[str, Any]:
-    """The entries that are set. Nested values are kept as they are."""
+    """Return the non-empty entries of a table, without recursion."""
     return {key: value for key, value in table.items() if value is not None and value != [] and value != {}}
 
 
 def _names(task: str, digest: bytes) -> Iterator[str]:
-    """Names for a trial's directory, best first: the task's short name and seven characters of the identity."""
+    """Yield names for a trial's directory by preference: the task's short name and seven characters of the identity."""
     short = _UNSAFE.sub("-", task.rsplit("/", 1)[-1]).lstrip(".-_")[:32].rstrip("_-") or "task"
     number = int.from_bytes(digest, "big")
     while True:
@@ -161,24 +161,24 @@ def _names(task: str, digest: bytes) -> Iterator[str]:
 
 
 def variables_for(task: Task, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of this environment that a task wants. One that is not set and has no default is a `UsageError`."""
-    found: dict[str, str] = {}
-    for name, default in (row for wanted in _wanted(task) for row in wanted.items()):
+    """Return the variables that a task requests. Raises `UsageError` for one without a value and a default."""
+    values: dict[str, str] = {}
+    for name, default in (item for requested in _requested(task) for item in requested.items()):
         if name in env:
-            found[name] = env[name]
+            values[name] = env[name]
         elif default is None:
             raise UsageError(
                 f"the task {task.name} needs the variable {name}, which is not set",
                 hint=f"export {name}=... or use --env-file",
                 code="missing_variable",
             )
-    return found
+    return values
 
 
-def ask_consent(wanted: Mapping[str, str]) -> None:
-    """Ask the user whether tasks may have variables, each given with the first task that wants it. `UsageError` if
-    not."""
-    rows = ", ".join(f"{name} (for {task})" for name, task in sorted(wanted.items()))
+def ask_consent(requested: Mapping[str, str]) -> None:
+    """Ask the user to pass variables to tasks; `requested` maps each to its first task. Raises `UsageError` without
+    consent."""
+    rows = ", ".join(f"{name} (for {task})" for name, task in sorted(requested.items()))
     question = f"tasks request these environment variables: {rows}"
     if not sys.stdin.isatty():
         raise UsageError(question, hint="add -y to allow it", code="no-consent")
@@ -186,7 +186,7 @@ def ask_consent(wanted: Mapping[str, str]) -> None:
         raise UsageError("access to environment variables was denied; nothing was run", code="no-consent")
 
 
-def _wanted(task: Task) -> Iterator[Mapping[str, str | None]]:
+def _requested(task: Task) -> Iterator[Mapping[str, str | None]]:
     yield wanted_variables(task.config.environment.env)
     yield wanted_variables(task.config.solution.env)
     for server in task.config.environment.mcp_servers:
@@ -197,24 +197,24 @@ def _wanted(task: Task) -> Iterator[Mapping[str, str | None]]:
 
 
 KEY = ".identity"
-"""The file of a job that holds its key."""
+"""The file with the key of a job."""
 
 _FILE_MODELS = ("script:", "replay:")
 _TREES = re.compile(r"skill|template|prompt|config|script|mount|plugin|rule|hook|extension")
-"""Options with such names may name a directory whose content counts."""
+"""Options with such names may name a directory whose content is part of the identity."""
 _FILES = re.compile(f"{_TREES.pattern}|file|path")
 
 
 class Identity:
-    """The values of one configuration, as they count."""
+    """The values of a configuration in their form for identities."""
 
-    def __init__(self, config: JobConfig, env: Mapping[str, str], not_counted: tuple[str, ...]) -> None:
-        asked = config.model_dump(mode="json", exclude_defaults=True)
-        agents = asked.pop("agents", None) or [{}]
+    def __init__(self, config: JobConfig, env: Mapping[str, str], excluded: tuple[str, ...]) -> None:
+        data = config.model_dump(mode="json", exclude_defaults=True)
+        agents = data.pop("agents", None) or [{}]
         self._env = env
-        self._redactor = Redactor(job_secrets(asked | {"agents": agents}, env))
-        self._settings = {name: value for name, value in asked.items() if name not in not_counted}
-        for mount in asked.get("environment", {}).get("mounts", ()):
+        self._redactor = Redactor(job_secrets(data | {"agents": agents}, env))
+        self._settings = {name: value for name, value in data.items() if name not in excluded}
+        for mount in data.get("environment", {}).get("mounts", ()):
             if digest := _digest(_filled(mount.get("source"), env), tree=False):
                 mount["source"] = {"content": digest}
         self._agents = [{**agent, **_files_of(agent, env)} for agent in agents]
@@ -226,11 +226,11 @@ class Identity:
         return self._keyed(self._settings, key)
 
     def variables(self, values: Mapping[str, str], key: bytes) -> dict[str, Any]:
-        """Variables that a task asks for."""
+        """Return the variables that a task requests, with secrets hashed."""
         return self._keyed({"env": dict(values)}, key)["env"]
 
     def _keyed(self, value: Any, key: bytes) -> Any:
-        """A value with its templates filled and its secrets hashed."""
+        """Fill the templates of a value and hash its secrets."""
 
         def keyed(name: str, text: str, given: bool) -> Any:
             try:
@@ -246,7 +246,7 @@ class Identity:
 
 
 def _files_of(agent: dict[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
-    """Digests of the files that an agent's model and options name, and of the file of a custom agent."""
+    """Return digests of the files named by an agent's model and options, and of a custom agent's code."""
     found: dict[str, Any] = {}
     model = str(_filled(agent.get("model_name"), env))
     for prefix in _FILE_MODELS:
@@ -260,8 +260,8 @@ def _files_of(agent: dict[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _with_contents(name: str, value: Any, env: Mapping[str, str]) -> Any:
-    """An option with digests in place of the files that it names. The words in a list or a table may be anything, such
-    as paths inside a sandbox, so that only those of such a name as files have are looked up."""
+    """Replace the files that an option names by digests. Words in a list or a table may have any meaning, such as paths
+    inside a sandbox, so they are only looked up if the name suggests files."""
     if isinstance(value, dict):
         return {key: _with_contents(f"{name}.{key}", each, env) for key, each in value.items()}
     if isinstance(value, list):
@@ -273,7 +273,7 @@ def _with_contents(name: str, value: Any, env: Mapping[str, str]) -> Any:
 
 
 def _filled(value: Any, env: Mapping[str, str]) -> Any:
-    """A value with its template filled, if that can be done now."""
+    """Fill the template of a value if possible."""
     try:
         return fill(value, env)
     except UsageError:
@@ -281,7 +281,7 @@ def _filled(value: Any, env: Mapping[str, str]) -> Any:
 
 
 def _digest(value: Any, *, tree: bool) -> str | None:
-    """The digest of the file or, with `tree`, of the directory that an option names; None if it names none."""
+    """Return the digest of the file (with `tree`, also of the directory) that an option names; None without one."""
     if not isinstance(value, str) or not value or "\n" in value or "\0" in value:
         return None
     try:
@@ -290,7 +290,7 @@ def _digest(value: Any, *, tree: bool) -> str | None:
             with path.open("rb") as stream:
                 return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
         return tree_digest(path) if tree and path.is_dir() else None
-    except (OSError, RuntimeError):  # a text such as "~about" names no user's directory
+    except (OSError, RuntimeError):  # expanduser fails for an unknown user, such as "~about"
         return None
 
 
@@ -303,7 +303,7 @@ def _code_of(import_path: str) -> str | None:
 
 
 def read_key(directory: Path) -> bytes:
-    """The key of the job in `directory`; empty if it has none."""
+    """Return the key of the job in `directory`; empty if it is missing."""
     try:
         return bytes.fromhex((directory / KEY).read_text())
     except (OSError, ValueError):
@@ -311,14 +311,14 @@ def read_key(directory: Path) -> bytes:
 
 
 def make_key(directory: Path) -> bytes:
-    """The key of the job in `directory`, made now if it has none."""
+    """Return the key of the job in `directory`, creating it if it is missing."""
     if not (key := read_key(directory)):
         key = secrets.token_bytes(32)
         write(directory / KEY, key.hex(), mode=0o600)
     return key
 
 
-NOT_ASKED = (
+NOT_IDENTIFYING = (
     "job_name",
     "jobs_dir",
     "debug",
@@ -330,41 +330,38 @@ NOT_ASKED = (
     "provider_retry",
     "skip_credential_checks",
 )
-"""Settings that may differ between two commands that ask for the same job."""
+"""Settings that may differ between commands for the same job."""
 
-_OUTSIDE_TRIALS = (*NOT_ASKED, "agents", "datasets", "tasks", "metrics", "n_attempts", "keep_state", "strict")
-"""Settings that do not change the result of a single trial, or are in its identity already."""
-
+_OUTSIDE_TRIALS = (*NOT_IDENTIFYING, "agents", "datasets", "tasks", "metrics", "n_attempts", "keep_state", "strict")
+"""Settings that do not change the result of a single trial, or are part of its identity elsewhere."""
 
 Warn = Callable[[str], None]
-
-
 MakePlan = Callable[[bytes], Plan]
-"""Makes the plan of a job whose secrets are hashed with this key."""
+"""Creates the plan of a job, given the key for hashes of secrets."""
 
 
 def plan_job(
     config: JobConfig, env: Mapping[str, str], *, yes: bool = False, warn: Warn = lambda _: None
 ) -> tuple[MakePlan, dict[str, Any]]:
-    """The plan that a configuration asks for, and the configuration as it may stand on disk. `yes` is consent to what
-    tasks want to know of this environment; `warn` is called with unknown keys and other warnings."""
+    """Return a function that creates the plan, and the configuration for writing to disk. `yes` is consent to pass the
+    variables that tasks request; `warn` is called with unknown keys and other warnings."""
     disk = to_disk(config, env)
     redactor = Redactor(job_secrets(config.model_dump(mode="json"), env))
     variables: dict[str, dict[str, str]] = {}
     rows = [(source, _load(source, origins, config, env, variables, warn)) for source, origins in _find(config, warn)]
-    found = [task for each in distinct_sources(rows) for task in each]
-    check_tasks(found)
-    wanted = [variables[task.path] for task in found]
-    first = {name: task.name for task, values in reversed([*zip(found, wanted, strict=True)]) for name in values}
-    found = [replace(task, **redactor.value({"path": task.path, "git_url": task.git_url})) for task in found]
+    tasks = [task for each in distinct_sources(rows) for task in each]
+    check_tasks(tasks)
+    requested = [variables[task.path] for task in tasks]
+    first = {name: task.name for task, values in reversed([*zip(tasks, requested, strict=True)]) for name in values}
+    tasks = [replace(task, **redactor.value({"path": task.path, "git_url": task.git_url})) for task in tasks]
     if first and not yes:
         ask_consent(first)
-    counted = Identity(config, env, _OUTSIDE_TRIALS)
+    identity = Identity(config, env, _OUTSIDE_TRIALS)
 
     def make(key: bytes) -> Plan:
-        asked = [counted.variables(values, key) for values in wanted]
-        agents, settings = counted.agents(key), counted.settings(key)
-        return make_plan(found, agents, settings, config.n_attempts, shown=disk["agents"], variables=asked)
+        hashed = [identity.variables(values, key) for values in requested]
+        agents, settings = identity.agents(key), identity.settings(key)
+        return make_plan(tasks, agents, settings, config.n_attempts, shown=disk["agents"], variables=hashed)
 
     return make, disk
 
@@ -373,7 +370,7 @@ Source = DatasetConfig | JobTask
 
 
 def distinct_sources(rows: list[tuple[Source, list[PlannedTask]]]) -> list[list[PlannedTask]]:
-    """The tasks of each source. Two datasets of one name differ by more of their paths, or by version."""
+    """Return the tasks of each source. Datasets of the same name are distinguished by longer paths, or by version."""
     places: dict[str, set[str]] = {}
     for source, tasks in rows:
         for task in tasks if isinstance(source, DatasetConfig) else ():
@@ -403,7 +400,7 @@ def _distinct(name: str | None, place: str, places: Mapping[str, set[str]]) -> s
 
 
 def _find(config: JobConfig, warn: Warn) -> list[tuple[Source, list[Origin]]]:
-    """The tasks that each source contributes. A pattern must match in one of the sources that it is given for."""
+    """Find the tasks of each source. A pattern must match in at least one of its sources."""
     found: list[tuple[Source, list[Origin]]] = []
     matching: dict[str, list[Origin]] = {}
     for source in config.datasets:
@@ -433,14 +430,14 @@ def _load(
     variables: dict[str, dict[str, str]],
     warn: Warn,
 ) -> list[PlannedTask]:
-    """The tasks of a source. `variables` gets those that each task wants, by the task's path."""
-    found: list[PlannedTask] = []
+    """Load the tasks of a source, and add the variables that each requests to `variables`, by the task's path."""
+    planned: list[PlannedTask] = []
     for origin in origins:
         task = load_task(origin.path, strict=config.strict, verify=not config.verifier.disable, origin=origin)
         variables[str(task.path)] = variables_for(task, env)
         for key in task.unknown:
             warn(f"{task.path / 'task.toml'}: {key}")
-        found.append(
+        planned.append(
             PlannedTask(
                 name=task.name,
                 digest=task.digest,
@@ -451,4 +448,4 @@ def _load(
                 git_path=origin.git_path,
             )
         )
-    return found
+    return planned

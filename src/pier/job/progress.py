@@ -1,5 +1,4 @@
-"""Shows how a running job goes (a live view on a terminal, else plain lines), writes `job.log` without secrets, and
-reports what has come of it."""
+"""Progress of a running job (a live view on a terminal, else plain lines), `job.log`, and the final report."""
 
 from __future__ import annotations
 
@@ -29,14 +28,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _ROWS = 12
-"""How many running trials the live view names."""
+"""Maximum number of running trials that the live view lists."""
 
 PLAIN_PAUSE = 5.0
-"""Without a terminal, at most one line in this many seconds once a job has many trials."""
+"""Minimum number of seconds between two lines for jobs with many trials, without a terminal."""
 
 
 class Progress:
-    """Counts what happens and shows it. A `Watcher` of the schedule, and of the phases of each trial."""
+    """Counts the events of a job without showing them. A `Watcher` of the schedule and of the phases of trials."""
 
     def __init__(self, total: int, finished: Iterable[Outcome] | None = None) -> None:
         self.total = total
@@ -46,9 +45,9 @@ class Progress:
         self.began = time.monotonic()
         self.stopping = False
         self.running: dict[str, tuple[str, float]] = {}
-        """By trial name: its phase and when it began."""
+        """Phase and start time by trial name."""
         self.details: dict[str, str] = {}
-        """By trial name: how far the work of its phase is, where that is known."""
+        """Progress within the phase by trial name, if known."""
 
     @property
     def done(self) -> int:
@@ -58,14 +57,13 @@ class Progress:
         self.running[trial.name] = ("prepare", time.monotonic())
 
     def phase(self, name: str, phase: str) -> None:
-        """A trial came to a new phase."""
         _log.debug("%s: %s", name, phase)
         if name in self.running:
             self.running[name] = (phase, self.running[name][1])
             self.details.pop(name, None)
 
     def detail(self, name: str, text: str) -> None:
-        """A trial waits for long work, such as the build of its image, and this is how far it is."""
+        """Report the progress of long work that a trial waits for, such as its image build."""
         if name in self.running:
             self.details[name] = first_line(text)
 
@@ -83,12 +81,11 @@ class Progress:
         self.details.pop(trial.name, None)
 
     def stop_noticed(self) -> None:
-        """The user asked for an end."""
         self.stopping = True
 
     @property
     def seconds(self) -> float:
-        """How long this run has taken so far."""
+        """Duration of this run so far."""
         return time.monotonic() - self.began
 
     @property
@@ -101,7 +98,7 @@ class Progress:
         return (self.total - self.done) * 60 / rate if self.done - self.before >= 3 else None
 
     def line(self) -> str:
-        """Where the job stands, in one line."""
+        """Summarise the state of the job in one line."""
         parts = [f"{self.done}/{self.total} trials"]
         if (mean := self.totals.mean.value) is not None:
             parts.append(f"mean reward {mean:.3f}")
@@ -120,24 +117,24 @@ class Progress:
 
     @contextmanager
     def show(self) -> Iterator[None]:
-        """Show it while the context lasts. This one shows nothing."""
+        """Show the progress while the context lasts."""
         yield
 
 
 class PlainProgress(Progress):
-    """One line per finished trial; many quick ones are summed up in one line every few seconds. Where nothing was said
-    for that long, how the work of some trial goes."""
+    """Prints one line per finished trial, or a summary every few seconds for many trials. If nothing was printed for
+    that long, prints progress details of trials."""
 
     def __init__(self, total: int, finished: Iterable[Outcome] | None = None, stream: TextIO | None = None) -> None:
         super().__init__(total, finished)
         self._stream = stream or sys.stderr
         self._last = 0.0
         self._printed = self.began
-        self._chatty = total <= 50
+        self._each_trial = total <= 50
 
     def ended(self, trial: PlannedTrial, outcome: Outcome) -> None:
         super().ended(trial, outcome)
-        if self._chatty:
+        if self._each_trial:
             self._print(f"[{self.done}/{self.total}] {trial.name}: {describe_outcome(outcome)}")
         elif time.monotonic() - self._last > PLAIN_PAUSE or self.done == self.total:
             self._last = time.monotonic()
@@ -150,7 +147,7 @@ class PlainProgress(Progress):
 
     def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None:
         super().retrying(trial, outcome, wait)
-        self._print(f"{trial.name}: {describe_outcome(outcome)}; again in {wait:.1f} s")
+        self._print(f"{trial.name}: {describe_outcome(outcome)}; retrying in {wait:.1f} s")
 
     def stop_noticed(self) -> None:
         super().stop_noticed()
@@ -162,7 +159,7 @@ class PlainProgress(Progress):
 
 
 class LiveProgress(Progress):
-    """A bar, the running trials with their phases, and the line of numbers, redrawn a few times a second."""
+    """A progress bar, the running trials with their phases, and the summary line, redrawn a few times a second."""
 
     def __init__(self, total: int, console: Console, finished: Iterable[Outcome] | None = None) -> None:
         super().__init__(total, finished)
@@ -198,11 +195,11 @@ class LiveProgress(Progress):
         return Group(*rows)
 
 
-STOPPING = "stopping: no new trials, cleaning up those that run; press Ctrl-C again to hurry"
+STOPPING = "stopping: no new trials start, running ones are cleaned up; press Ctrl-C again to limit the clean-up"
 
 
 def describe_outcome(outcome: Outcome) -> str:
-    """How a try ended, in a few words."""
+    """Describe the outcome of a try in a few words."""
     words: list[str] = []
     if outcome.rewards is not None:
         words.append(", ".join(f"{key} {value:g}" for key, value in outcome.rewards.items()) or "no rewards")
@@ -214,7 +211,7 @@ def describe_outcome(outcome: Outcome) -> str:
 
 
 def first_line(text: str) -> str:
-    """The first line of a message, or all of one that goes on behind a colon, cut to what a terminal holds."""
+    """Shorten a message to its first line, or to all lines if the first ends in a colon, of at most 160 characters."""
     line = text.strip().partition("\n")[0]
     if line.endswith(":"):
         line += " " + "; ".join(row.strip().removeprefix("- ") for row in text.strip()[:1000].splitlines()[1:])
@@ -237,27 +234,24 @@ class JobLog:
         self._redactor = redactor
 
     def write(self, text: str) -> None:
-        """Add a line."""
         os.write(self._fd, f"{now()} {self._redactor.text(text)}\n".encode(errors="replace"))
 
     def started(self, trial: PlannedTrial, number: int) -> None:
         if number > 1:
-            self.write(f"{trial.name}: try {number} starts")
+            self.write(f"{trial.name}: try {number} started")
 
     def ended(self, trial: PlannedTrial, outcome: Outcome) -> None:
         self.write(f"{trial.name}: {describe_outcome(outcome)}")
 
     def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None:
-        self.write(f"{trial.name}: {describe_outcome(outcome)}; again in {wait:.1f} s")
+        self.write(f"{trial.name}: {describe_outcome(outcome)}; retrying in {wait:.1f} s")
 
     def close(self) -> None:
         os.close(self._fd)
 
 
 _FAULTS = 8
-"""How many kinds of errors a report lists."""
-_HEADINGS = ("agent", "model", "dataset", "verdicts", "mean reward (95%)", "pass@k")
-_STEPS = "steps graded"
+"""Number of kinds of errors that a report lists."""
 
 
 def print_report(
@@ -293,21 +287,22 @@ def _print_store() -> None:
 
 
 def _print_table(view: JobView) -> None:
+    headings = ("agent", "model", "dataset", "verdicts", "mean reward (95%)", "pass@k", "steps graded")
     rows: list[tuple[str, ...]] = []
-    has_steps = view.totals.steps is not None
     for group in view.groups:
         summary, steps = group.summary, group.totals.steps
         verdicts = f"{summary.n_verdicts}/{summary.n_trials}"
         shown = [k for k in summary.pass_at_k if k.bit_count() == 1][:3]
         passes = "  ".join(f"{k}: {summary.pass_at_k[k]:.3f}" for k in shown) or "-"
-        row = (group.agent, group.model or "-", group.dataset, verdicts, means(summary), passes)
-        rows.append((*row, "/".join(map(str, steps)) if steps else "-") if has_steps else row)
+        graded = "/".join(map(str, steps)) if steps else "-"
+        rows.append((group.agent, group.model or "-", group.dataset, verdicts, means(summary), passes, graded))
     if rows:
-        print_columns(rows, (*_HEADINGS, _STEPS) if has_steps else _HEADINGS)
+        width = len(headings) - (view.totals.steps is None)
+        print_columns([row[:width] for row in rows], headings[:width])
 
 
 def print_columns(rows: list[tuple[str, ...]], headings: tuple[str, ...] = ()) -> None:
-    """Print rows one below the other; a cell may have several lines."""
+    """Print a table; a cell may have several lines."""
     for number, line in enumerate(columns(headings, *rows) if headings else columns(*rows)):
         click.secho(printable(line), bold=bool(headings) and number == 0)
 
@@ -322,7 +317,8 @@ def means(summary: Summary) -> str:
 
 
 def print_faults(view: JobView, *, to_stderr: bool = False, ungraded: bool = False) -> None:
-    """Print the errors of trials with their hints, the most frequent first; of `ungraded`, those without a verdict."""
+    """Print the errors of trials with their hints, the most frequent first. With `ungraded`, only those of
+    trials without a verdict."""
     found = [(row.name, row.outcome) for row in view.trials if row.outcome is not None]
     counts: Counter[tuple[str, str, str | None]] = Counter()
     example: dict[tuple[str, str, str | None], tuple[str, str]] = {}
@@ -341,7 +337,7 @@ def print_faults(view: JobView, *, to_stderr: bool = False, ungraded: bool = Fal
 
 
 def next_command(view: JobView, *, interrupted: bool = False) -> str | None:
-    """The one command that most likely comes next."""
+    """Return the most likely next command."""
     path = view.directory
     if view.owner:
         return f"pier job logs -f {path}"

@@ -1,4 +1,4 @@
-"""Prints jobs for people: a list of them, how one stands and what to type next, its log, and how several compare."""
+"""Prints jobs: lists, the state of one with the next command, logs, and comparisons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pier.errors import JobError, UsageError
 from pier.figures import Interval, compare, describe
 from pier.job.directory import result_of
 from pier.job.ledger import current_owner
-from pier.job.plan import NOT_ASKED
+from pier.job.plan import NOT_IDENTIFYING
 from pier.job.progress import describe_outcome, first_line, means, print_columns, print_report
 from pier.job.view import LOG, RESULT, TRIAL_LOG, JobView, ResultGroup, TrialRow, has_finished, rewards_by_task
 from pier.tree import Tree, TreeError
@@ -58,7 +58,7 @@ def _job_row(view: JobView) -> dict[str, Any]:
 
 
 def print_job(view: JobView, *, trials: bool, as_json: bool) -> None:
-    """Print where a job stands."""
+    """Print the state of a job."""
     if as_json:
         click.echo(json.dumps(_job_data(view), indent=2))
         return
@@ -92,8 +92,9 @@ def _job_data(view: JobView) -> dict[str, Any]:
         for group in view.groups
         for row in group.trials
     ]
-    where = {"directory": str(view.directory), "owner": str(view.owner) if view.owner else None}
-    return {**result_of(view, known, running), **where, "state": view.state, "problems": view.problems, "trials": rows}
+    owner = str(view.owner) if view.owner else None
+    more = {"directory": str(view.directory), "owner": owner, "state": view.state, "problems": view.problems}
+    return {**result_of(view, known, running), **more, "trials": rows}
 
 
 def _describe_row(row: TrialRow) -> str:
@@ -107,7 +108,7 @@ _POLL = 0.2
 
 
 def print_log(view: JobView, trial: str | None, *, follow: bool, as_json: bool) -> None:
-    """Print the log of a job, or of one of its trials; with `follow`, go on until the job or that trial has ended."""
+    """Print the log of a job, or of one of its trials; with `follow`, until the job or that trial has ended."""
     path = f"{view.trial(trial).directory.name}/{TRIAL_LOG}" if trial else LOG
     with Tree(view.directory.resolve()) as tree:
         reader = _LogReader(tree, path)
@@ -120,7 +121,7 @@ def print_log(view: JobView, trial: str | None, *, follow: bool, as_json: bool) 
                 click.echo(json.dumps({"at": at, "text": text}) if as_json else printable(line))
             if not follow or (over and ended):
                 break
-            ended = over  # a trial that is retried has a result for a moment
+            ended = over  # check twice: a trial that is about to be retried has a result for a moment
             time.sleep(_POLL)
         if not reader.found:
             raise JobError(
@@ -135,7 +136,7 @@ def _has_ended(view: JobView, tree: Tree, trial: str | None) -> bool:
 
 
 class _LogReader:
-    """Reads what was added to a log since the last time; begins anew when the file was replaced."""
+    """Reads new lines of a log; starts over if the file was replaced."""
 
     def __init__(self, tree: Tree, path: str) -> None:
         self._tree, self._path = tree, path
@@ -143,7 +144,7 @@ class _LogReader:
         self.found = False
 
     def read(self, *, last: bool) -> Iterator[str]:
-        """The lines that are complete; with `last`, all that is there."""
+        """Yield the new complete lines; with `last`, also an incomplete one."""
         try:
             stream = self._tree.open(self._path)
         except FileNotFoundError:
@@ -164,20 +165,20 @@ class _LogReader:
 
 
 def print_comparison(views: Sequence[JobView], *, as_json: bool) -> None:
-    """Print how the agents of jobs compare with the first of them."""
+    """Compare the agents of jobs with the first of them, and print the differences."""
     first, *rest = comparison_sides(views)
     rewards = rewards_by_task(first.trials)
-    found = [(side, compare(rewards, rewards_by_task(side.trials))) for side in rest]
+    compared = [(side, compare(rewards, rewards_by_task(side.trials))) for side in rest]
     differing = config_differences(views)
     if as_json:
-        others = [{**side_data(side), "against_first": asdict(result)} for side, result in found]
+        others = [{**side_data(side), "against_first": asdict(result)} for side, result in compared]
         data = {"first": side_data(first), "others": others, "configuration": differing}
         click.echo(json.dumps(data, indent=2))
         return
-    shown = [(*_side_cells(side), _difference(result.difference, result.interval)) for side, result in found]
+    shown = [(*_side_cells(side), _difference(result.difference, result.interval)) for side, result in compared]
     rows = [(*_side_cells(first), "-"), *shown]
     print_columns(rows, ("", "verdicts", "mean reward (95%)", "cost", "difference (95%)"))
-    for side, result in found:
+    for side, result in compared:
         ties = result.n_paired - result.wins - result.losses
         test = "" if result.p_value is None else f" (sign test: p = {result.p_value:.3g})"
         click.echo(
@@ -203,18 +204,19 @@ def print_comparison(views: Sequence[JobView], *, as_json: bool) -> None:
 
 
 def _job_names(views: Sequence[JobView]) -> list[str]:
-    """The names of jobs, or their directories if some have the same name."""
+    """Return the names of jobs, or their directories if names are not unique."""
     names = [view.name for view in views]
     return names if len({*names}) == len(names) else [str(view.directory) for view in views]
 
 
 def comparison_sides(views: Sequence[JobView]) -> list[ResultGroup]:
-    """Each agent with its model, of each job, over all datasets; jobs with one agent go by their own names."""
+    """Return a group for each agent and model of each job, over all datasets. A job's only agent is labelled with the
+    job's name."""
     sides: list[ResultGroup] = []
     for name, view in zip(_job_names(views), views, strict=True):
         agents = dict.fromkeys((group.agent, group.model) for group in view.groups)
         if not agents:
-            reason = "; ".join(view.problems) or "it has no trials"
+            reason = "; ".join(view.problems) or "the job has no trials"
             raise UsageError(f"cannot compare {view.directory}: {reason}", hint=f"pier job show {view.directory}")
         for agent, model in agents:
             own = f"{agent} {model}" if model else agent
@@ -222,7 +224,7 @@ def comparison_sides(views: Sequence[JobView]) -> list[ResultGroup]:
             rows = tuple(row for row in view.trials if (row.agent, row.model) == (agent, model))
             sides.append(ResultGroup(label, agent, model, "", rows))
     if len(sides) < 2:
-        raise UsageError("nothing to compare: give two jobs, or one job with several agents", hint="pier job list")
+        raise UsageError("nothing to compare: expected two jobs, or one job with several agents", hint="pier job list")
     return sides
 
 
@@ -231,10 +233,10 @@ def _side_cells(side: ResultGroup) -> tuple[str, ...]:
     return (side.key, verdicts, means(side.summary), str(side.totals.cost) if side.totals.done else "-")
 
 
-def _difference(value: float | None, found: Interval | None) -> str:
+def _difference(value: float | None, interval: Interval | None) -> str:
     if value is None:
         return "-"
-    return f"{value:+.3f}" + (f" ({found.low:+.3f} to {found.high:+.3f})" if found else "")
+    return f"{value:+.3f}" + (f" ({interval.low:+.3f} to {interval.high:+.3f})" if interval else "")
 
 
 def side_data(side: ResultGroup) -> dict[str, Any]:
@@ -243,11 +245,11 @@ def side_data(side: ResultGroup) -> dict[str, Any]:
 
 
 def config_differences(views: Sequence[JobView]) -> dict[str, list[Any]]:
-    """The keys in which the configurations of jobs differ, with the value in each; None where it is not stated."""
+    """Return the keys in which the configurations of jobs differ, with the value of each job; None if it is not set."""
     flat = [_flatten(view.config or {}) for view in views]
-    keys = dict.fromkeys(key for each in flat for key in each if key.partition(".")[0] not in NOT_ASKED)
-    stated = {key: {json.dumps(each[key]) for each in flat if each.get(key) not in (None, [], {})} for key in keys}
-    return {key: [each.get(key) for each in flat] for key in keys if len(stated[key]) > 1}
+    keys = dict.fromkeys(key for each in flat for key in each if key.partition(".")[0] not in NOT_IDENTIFYING)
+    values = {key: {json.dumps(each[key]) for each in flat if each.get(key) not in (None, [], {})} for key in keys}
+    return {key: [each.get(key) for each in flat] for key in keys if len(values[key]) > 1}
 
 
 def _flatten(value: Any, key: str = "") -> dict[str, Any]:

@@ -1,16 +1,16 @@
-"""Runs an open job: opens what its trials share, keeps the files up to date, and stops in good order when asked to.
+"""Runs an open job: opens the services that its trials share, keeps its files up to date, and shuts down cleanly.
 
-The schedule decides which trial runs when: a limited number at once, retries after a pause and outside of any slot. It
-knows nothing of sandboxes: it is given a function that runs one try of one trial. Workers draw from one queue, so a job
-of ten thousand trials costs no more than its concurrency.
+The schedule limits the number of concurrent trials; retries wait without occupying a slot. It is independent of
+sandboxes: a callback runs one try of one trial. Workers take trials from one queue, so the overhead of a job depends on
+its concurrency, not on its number of trials.
 
-The first Ctrl-C stops the job in good order, the second bounds the clean-up, the third leaves at once. Handlers are in
-place from before the event loop starts until after it ended, so that no signal finds the process without one.
+The first Ctrl-C shuts the job down cleanly, the second limits the time for clean-up, the third exits at once. Signal
+handlers are installed before the event loop starts and removed after it ended.
 
-One meter, which every session of the job shares, holds the limits of all trials together. What was used is written to
-the journal from the moment it is used: a job that is resumed, also after its runner was killed, goes on counting where
-it stopped, with tries that no longer count. `wall_time` counts from the first call of each run, on top of what earlier
-runs took; a runner that is killed loses a few seconds of it at most.
+All sessions of the job share one meter, which enforces the limits of all trials together. Usage is written to the
+journal immediately, so a resumed job continues from it, even if its runner was killed; tries that no longer count are
+included. `wall_time` counts from the first call of each run, in addition to earlier runs; a killed runner loses a few
+seconds at most.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """When to try again, and after how long."""
+    """Retry policy and delays."""
 
     config: RetryConfig
 
     def wants(self, outcome: Outcome, retries: int) -> bool:
-        """Whether a trial that was already tried again `retries` times is to be tried once more."""
+        """Whether to retry a trial that was already retried `retries` times."""
         fault = outcome.fault
         if fault is None or retries >= self.config.max_retries:
             return False
@@ -82,54 +82,47 @@ class Backoff:
         return fault.retryable and (self.config.blame is None or fault.blame in self.config.blame)
 
     def wait(self, retries: int) -> float:
-        """Seconds before retry number `retries` (from 1): exponential, with the upper half left to chance so that
-        trials which failed together do not come back together."""
+        """Return the seconds before retry number `retries` (from 1): exponential with 50% jitter, so that trials that
+        failed together are not retried together."""
         exponent = min(retries - 1, 60)
         longest = min(self.config.max_wait_sec, self.config.min_wait_sec * self.config.wait_multiplier**exponent)
         return longest * random.uniform(0.5, 1.0)
 
 
+@dataclass
 class Schedule:
-    """Runs what is owed. `stop` ends it early; what was running is cancelled and stays owed. Once `may_begin` says no,
-    no further trial begins, and those that run go on to their end."""
+    """Runs trials. `stop` cancels running trials, which stay owed. Once `may_begin` returns False, no further trial
+    starts, and running ones continue."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        run: RunTry,
-        set_aside: SetAside,
-        *,
-        limit: int,
-        retry: RetryConfig,
-        watchers: Sequence[Watcher],
-        may_begin: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._ledger = ledger
-        self._run = run
-        self._set_aside = set_aside
-        self._limit = limit
-        self._backoff = Backoff(retry)
-        self._watchers = watchers
-        self._may_begin = may_begin
+    ledger: Ledger
+    run_try: RunTry
+    set_aside: SetAside
+    limit: int
+    retry: RetryConfig
+    watchers: Sequence[Watcher]
+    may_begin: Callable[[], bool] = lambda: True
+    running: int = 0
+    stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self._backoff = Backoff(self.retry)
         self._ready: deque[PlannedTrial] = deque()
         self._later: list[tuple[float, int, PlannedTrial]] = []
         self._order = itertools.count()
         self._retries: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._workers: list[asyncio.Task[None]] = []
-        self.running = 0
-        self.stopping = False
 
     async def run(self, trials: Iterable[PlannedTrial]) -> None:
-        """Run these trials to their end, or until `stop`."""
+        """Run these trials until all have ended, or until `stop`."""
         self._ready.extend(trials)
-        count = min(self._limit, len(self._ready))
+        count = min(self.limit, len(self._ready))
         async with asyncio.TaskGroup() as group:
             if not self.stopping:
                 self._workers = [group.create_task(self._work()) for _ in range(count)]
 
     def stop(self) -> None:
-        """Start nothing more and cancel what is running. What is cancelled twice gives up its clean-up."""
+        """Start no further trials and cancel running ones. A second call also cancels their clean-up."""
         self.stopping = True
         for worker in self._workers:
             worker.cancel()
@@ -141,13 +134,13 @@ class Schedule:
                 await self._try(trial)
             finally:
                 self.running -= 1
-                if self._later or not self.running:  # nothing else changes what a worker without a trial waits for
+                if self._later or not self.running:  # the only events that idle workers wait for
                     self._changed.set()
 
     async def _next(self) -> PlannedTrial | None:
-        """The next trial, as soon as there is one; None when there will be none."""
+        """Wait for the next trial; None if there will be no more."""
         loop = asyncio.get_running_loop()
-        while not self.stopping and self._may_begin():
+        while not self.stopping and self.may_begin():
             if self._later and self._later[0][0] <= loop.time():
                 return heapq.heappop(self._later)[2]
             if self._ready:
@@ -164,47 +157,47 @@ class Schedule:
         return None
 
     async def _try(self, trial: PlannedTrial) -> None:
-        number = self._ledger.begin(trial.id)
-        for watcher in self._watchers:
+        number = self.ledger.begin(trial.id)
+        for watcher in self.watchers:
             watcher.started(trial, number)
         try:
-            outcome = await self._run(trial, number)
+            outcome = await self.run_try(trial, number)
         except asyncio.CancelledError:
-            self._ledger.end(trial.id, Outcome(cancelled=True))
+            self.ledger.end(trial.id, Outcome(cancelled=True))
             raise
         retries = self._retries.get(trial.id, 0)
-        self._ledger.end(trial.id, outcome)
+        self.ledger.end(trial.id, outcome)
         if outcome.cancelled or not self._backoff.wants(outcome, retries):
             self._retries.pop(trial.id, None)
-            for watcher in self._watchers:
+            for watcher in self.watchers:
                 watcher.ended(trial, outcome)
             return
-        self._ledger.again(trial.id, "retry", self._set_aside(trial, number))
+        self.ledger.again(trial.id, "retry", self.set_aside(trial, number))
         self._retries[trial.id] = retries + 1
         wait = self._backoff.wait(retries + 1)
-        for watcher in self._watchers:
+        for watcher in self.watchers:
             watcher.retrying(trial, outcome, wait)
         heapq.heappush(self._later, (asyncio.get_running_loop().time() + wait, next(self._order), trial))
 
 
 def job_meter(limits: BudgetConfig, ledger: Ledger) -> JobMeter | None:
-    """The meter of a job that has limits."""
-    if not (asked := limits.model_dump(exclude_none=True)):
+    """Create the meter of a job with limits; None without limits."""
+    if not (limits_set := limits.model_dump(exclude_none=True)):
         return None
     from pier.gateway.budget import Budget
     from pier.job.meter import JobMeter
 
-    return JobMeter(Budget(**asked), ledger)
+    return JobMeter(Budget(**limits_set), ledger)
 
 
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HURRY_SECONDS = 5.0
-"""How long clean-up may still take after the second one."""
+"""Time limit for clean-up after the second signal."""
 EXIT_CODE = 130
 
 
 class Interrupts:
-    """Catches signals while the context lasts. `connect` says what the first and second one do."""
+    """Handles signals while the context lasts. `connect` sets the action for the first and second signal."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -218,12 +211,12 @@ class Interrupts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the signals back; after an interrupt they are ignored, since the process is on its way out."""
+        """Restore the signal handlers; after an interrupt ignore signals, since the process is about to exit."""
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_IGN if self.count else before)
 
     def connect(self, stop: Callable[[], None]) -> None:
-        """Call `stop` in this event loop on the first and second signal, at once if there was one already."""
+        """Call `stop` in this event loop on the first and second signal, at once if one has already arrived."""
         self._loop = asyncio.get_running_loop()
         self._stop = stop
         if self.count:
@@ -243,26 +236,22 @@ RunSpec = Callable[[TrialSpec], Awaitable[TrialResult]]
 
 
 class TrialHook(Watcher, Protocol):
-    """Takes part in the trials of a job."""
+    """Observes and wraps the trials of a job."""
 
     def opened(self, job: OpenJob, env: Mapping[str, str]) -> None:
-        """Is called before the first trial of a run."""
+        """Prepare for a run; called before its first trial."""
         ...
 
     async def run(self, trial: PlannedTrial, spec: TrialSpec, go: RunSpec) -> TrialResult:
-        """Run one try with `go`, perhaps of a changed spec. What it raises is the try's outcome."""
+        """Run one try by calling `go`, optionally with a changed spec. An exception becomes the outcome."""
         ...
 
 
 async def run_job(
-    job: OpenJob,
-    env: Mapping[str, str],
-    progress: Progress,
-    interrupts: Interrupts,
-    hook: TrialHook | None = None,
+    job: OpenJob, env: Mapping[str, str], progress: Progress, interrupts: Interrupts, hook: TrialHook | None = None
 ) -> bool:
-    """Run all that is owed; whether the user interrupted it. Whatever ends it, the files are up to date. With a `hook`,
-    attempts at one task follow each other."""
+    """Run all unfinished trials and return whether the user interrupted. The job's files are up to date in any case.
+    With a `hook`, attempts at one task run consecutively."""
     specs = Specs(job.config, job.ledger.plan, job.ledger.id, env)
     log = JobLog(job.directory / LOG, specs.redactor)
     owed = [job.ledger.plan.by_id[id] for id in job.ledger.owed()]
@@ -273,7 +262,7 @@ async def run_job(
     log.write(f"process {os.getpid()} runs {len(owed)} of {len(job.ledger.plan.trials)} trials")
     try:
         with explained(job.directory):
-            interrupted = bool(owed) and await _run_owed(job, owed, specs, log, progress, env, interrupts, hook)
+            interrupted = bool(owed) and await _Run(job, specs, progress, hook).run(owed, env, log, interrupts)
             if not interrupted and not job.stopped and job.ledger.finished_at is None:
                 job.ledger.finish()
             log.write("interrupted" if interrupted else f"stopped: {job.stopped}" if job.stopped else "done")
@@ -285,75 +274,66 @@ async def run_job(
             job.ledger.sync()
 
 
-async def _run_owed(
-    job: OpenJob,
-    owed: list[PlannedTrial],
-    specs: Specs,
-    log: JobLog,
-    progress: Progress,
-    env: Mapping[str, str],
-    interrupts: Interrupts,
-    hook: TrialHook | None,
-) -> bool:
-    pool = job_meter(job.config.budget, job.ledger)
-    async with _services(job, env, pool) as services:
-        schedule = Schedule(
-            job.ledger,
-            partial(_run_try, job=job, specs=specs, services=services, progress=progress, hook=hook),
-            job.set_aside,
-            limit=job.config.n_concurrent_trials,
-            retry=job.config.retry,
-            watchers=(progress, log, hook) if hook else (progress, log),
-            may_begin=lambda: pool is None or pool.exhausted() is None,
-        )
+@dataclass(frozen=True, slots=True)
+class _Run:
+    job: OpenJob
+    specs: Specs
+    progress: Progress
+    hook: TrialHook | None
 
-        def stop() -> None:
-            progress.stop_noticed()
-            schedule.stop()
+    async def run(self, owed: list[PlannedTrial], env: Mapping[str, str], log: JobLog, interrupts: Interrupts) -> bool:
+        """Run the owed trials and return whether the user interrupted."""
+        job, progress = self.job, self.progress
+        pool = job_meter(job.config.budget, job.ledger)
+        async with _services(job, env, pool) as services:
+            schedule = Schedule(
+                job.ledger,
+                lambda trial, _: self._try(trial, services),
+                job.set_aside,
+                limit=job.config.n_concurrent_trials,
+                retry=job.config.retry,
+                watchers=(progress, log, self.hook) if self.hook else (progress, log),
+                may_begin=lambda: pool is None or pool.exhausted() is None,
+            )
 
-        interrupts.connect(stop)
-        with progress.show():
-            async with _beside(_keep_up(job, schedule, pool)), _beside(_build_ahead(specs, owed, services)):
-                try:
-                    await schedule.run(owed)
-                finally:
-                    if pool:
-                        pool.save()
-        job.stopped = pool.exhausted() if pool and any(True for _ in job.ledger.owed()) else None
-        interrupts.connect(lambda: None)
-    return schedule.stopping
+            def stop() -> None:
+                progress.stop_noticed()
+                schedule.stop()
 
+            interrupts.connect(stop)
+            builds = _build_ahead(self.specs, owed, services)
+            with progress.show():
+                async with _background(_keep_files(job, schedule, pool)), _background(builds):
+                    try:
+                        await schedule.run(owed)
+                    finally:
+                        if pool:
+                            pool.save()
+            job.stopped = pool.exhausted() if pool and any(True for _ in job.ledger.owed()) else None
+            interrupts.connect(lambda: None)
+        return schedule.stopping
 
-async def _run_try(
-    trial: PlannedTrial,
-    number: int,
-    *,
-    job: OpenJob,
-    specs: Specs,
-    services: TrialServices,
-    progress: Progress,
-    hook: TrialHook | None,
-) -> Outcome:
-    directory, name = job.trial_path(trial), trial.name
+    async def _try(self, trial: PlannedTrial, services: TrialServices) -> Outcome:
+        directory, progress = self.job.trial_path(trial), self.progress
+        on_phase, on_detail = partial(progress.phase, trial.name), partial(progress.detail, trial.name)
 
-    async def go(spec: TrialSpec) -> TrialResult:
-        on_phase, on_detail = partial(progress.phase, name), partial(progress.detail, name)
-        return await run_trial(spec, services, on_phase, on_detail)
+        async def go(spec: TrialSpec) -> TrialResult:
+            return await run_trial(spec, services, on_phase, on_detail)
 
-    try:
-        spec = specs.spec(trial, directory)
-        result = await (hook.run(trial, spec, go) if hook else go(spec))
-    except Exception as error:
-        # A trial's outcome is captured here: whatever broke it may not end its siblings, save a full disk.
-        if is_full(error):
-            raise
-        return outcome_of_error(error, specs.redactor)
-    return outcome_of(result, directory)
+        try:
+            spec = self.specs.spec(trial, directory)
+            result = await (self.hook.run(trial, spec, go) if self.hook else go(spec))
+        except Exception as error:
+            # An error becomes the outcome of its trial and does not affect others, except for a full disk.
+            if is_full(error):
+                raise
+            return outcome_of_error(error, self.specs.redactor)
+        return outcome_of(result, directory)
 
 
 @asynccontextmanager
 async def _services(job: OpenJob, env: Mapping[str, str], pool: JobMeter | None) -> AsyncIterator[TrialServices]:
-    """The services that all trials share: opened before the first, closed after the last."""
+    """Open the services that all trials share."""
     check_models(job.config, env)
     environment, label, builds = job.config.environment, f"job {job.directory.name}", job.config.n_concurrent_builds
     async with AsyncExitStack() as stack:
@@ -364,8 +344,8 @@ async def _services(job: OpenJob, env: Mapping[str, str], pool: JobMeter | None)
             from pier.gateway import Directory, Gateway
             from pier.gateway.budget import Retry
 
-            wanted = job.config.provider_retry
-            retry = Retry(attempts=wanted.max_attempts, patience=wanted.max_wait_sec)
+            settings = job.config.provider_retry
+            retry = Retry(attempts=settings.max_attempts, patience=settings.max_wait_sec)
             gateway = await stack.enter_async_context(Gateway(providers=Directory.load(env), retry=retry))
         yield replace(services, gateway=gateway, pool=pool, environ=env)
 
@@ -377,7 +357,7 @@ def _models(config: JobConfig) -> list[AgentConfig]:
 
 
 def check_models(config: JobConfig, env: Mapping[str, str]) -> None:
-    """`UsageError` if a model has no provider, no key, or no price for a budget in money."""
+    """Raise `UsageError` if a model has no provider, no key, or no price for a budget in money."""
     agents = [] if config.skip_credential_checks else _models(config)
     if not agents:
         return
@@ -392,8 +372,8 @@ def check_models(config: JobConfig, env: Mapping[str, str]) -> None:
             target = gateway.directory.connected(model, env, **fill(agent.connection, env))
             model, upstream = target.model, target.provider
         own = Budget(**agent.budget.model_dump(exclude_none=True))
-        found = gateway.answerer(model, Terms(model=model, budget=own, shared=shared), upstream)
-        login = found.target.provider.login if isinstance(found, ByProvider) else None
+        answerer = gateway.answerer(model, Terms(model=model, budget=own, shared=shared), upstream)
+        login = answerer.target.provider.login if isinstance(answerer, ByProvider) else None
         if login and find_agent(agent.label).name != login.client:
             raise UsageError(
                 f"cannot run {agent.name} with the login of {login.title}: it is valid for {login.title} only",
@@ -403,8 +383,8 @@ def check_models(config: JobConfig, env: Mapping[str, str]) -> None:
 
 
 @asynccontextmanager
-async def _beside(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Do `work` while the context lasts, and no longer."""
+async def _background(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Run `work` while the context lasts."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -414,8 +394,8 @@ async def _beside(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
             await task
 
 
-async def _keep_up(job: OpenJob, schedule: Schedule, pool: JobMeter | None) -> None:
-    """Keep `result.json` fresh and the journal on disk, seldom enough that it costs next to nothing."""
+async def _keep_files(job: OpenJob, schedule: Schedule, pool: JobMeter | None) -> None:
+    """Update `result.json` and sync the journal periodically, using at most 1% of the time."""
     pause = 1.0
     while True:
         await asyncio.sleep(pause)
@@ -428,7 +408,7 @@ async def _keep_up(job: OpenJob, schedule: Schedule, pool: JobMeter | None) -> N
 
 
 async def _build_ahead(specs: Specs, owed: Sequence[PlannedTrial], services: TrialServices) -> None:
-    """Build the images of tasks that are still to come, so that builds and running trials have separate limits."""
+    """Build the images of upcoming tasks, so that builds and running trials have separate limits."""
 
     async def build() -> None:
         for task in places:
@@ -443,14 +423,14 @@ async def _build_ahead(specs: Specs, owed: Sequence[PlannedTrial], services: Tri
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A choice of finished trials: by kind (`infra`, `errored`, `failed`), by type of error, by name."""
+class TrialSelection:
+    """A filter for finished trials: by kind (`infra`, `errored`, `failed`), type of error, and name."""
 
     kind: str | None = None
     types: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
 
-    def takes(self, name: str, outcome: Outcome) -> bool:
+    def matches(self, name: str, outcome: Outcome) -> bool:
         if self.names and name not in self.names:
             return False
         fault = outcome.fault
@@ -466,15 +446,16 @@ class Wanted:
         return True
 
 
-def void(job: OpenJob, wanted: Wanted) -> int:
-    """Set the wanted trials aside so that they are owed again; how many there were."""
-    unknown = wanted.names - {trial.name for trial in job.ledger.plan.trials}
+def void(job: OpenJob, selection: TrialSelection) -> int:
+    """Void the finished trials that match, so that they run again, and return their number."""
+    unknown = selection.names - {trial.name for trial in job.ledger.plan.trials}
     if unknown:
-        raise UsageError(f"{job.directory} has no trial {sorted(unknown)[0]}", hint=f"pier job show {job.directory}")
+        name, hint = sorted(unknown)[0], f"pier job show {job.directory} --trials"
+        raise UsageError(f"{job.directory} has no trial {name}", hint=hint)
     count = 0
     for trial in job.ledger.plan.trials:
         outcome = job.ledger.outcomes.get(trial.id)
-        if outcome is not None and wanted.takes(trial.name, outcome):
+        if outcome is not None and selection.matches(trial.name, outcome):
             job.ledger.again(trial.id, "asked", job.set_aside(trial, job.ledger.tries.get(trial.id, 1)))
             count += 1
     return count

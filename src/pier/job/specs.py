@@ -1,8 +1,8 @@
-"""From a place in the plan to a trial that can be run: the task is read again and must still be the planned one.
+"""Turns planned trials into specs that can be run: the task is loaded again and must match its planned digest.
 
-A job that grades another one again is made here too: its trials bring back what earlier agents left behind and run only
-the verifier on it. The earlier job is never changed. Its tasks are read as they are now, since a fixed verifier is the
-usual reason; trials keep their names, so that the two jobs can be compared.
+Regrading jobs are planned here too: their trials restore the state that earlier agents left and run only the verifier.
+The earlier job is never changed. Its tasks are loaded in their present form, since a fixed verifier is the usual reason
+for regrading; trials keep their names, so that the two jobs can be compared.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from pier.trial.spec import SandboxChoice, TrialSpec
 
 AGENT = "pier.job.specs:KeptState"
 REVIEW = "pier.review.order:as_review"
-"""Adds to the spec of a trial of a review: the reviewed trial as a mount, and the check of the output."""
+"""Extends the spec of a review's trial by the mount of the reviewed trial and the check of the output."""
 
 
 class KeptState(Agent):
-    """Stands in for an agent: puts what it left behind into the sandbox, step after step."""
+    """Replaces the agent in a regrading: restores the kept state of each step in the sandbox."""
 
     name: ClassVar[str] = "kept-state"
     options: ClassVar[tuple[str, ...]] = ("states",)
@@ -66,22 +66,25 @@ class KeptState(Agent):
 
 
 def plan_regrade(source: Path, config: JobConfig) -> tuple[Plan, int]:
-    """The plan for grading what is kept of the job in `source`, and how many finished trials keep no state."""
+    """Return the plan for regrading the job in `source`, and the number of finished trials without a kept state."""
     ledger = Ledger.read(source)
-    read = [load_task(task.path, strict=config.strict) for task in ledger.plan.tasks]
-    both = zip(ledger.plan.tasks, read, strict=True)
+    loaded = [load_task(task.path, strict=config.strict) for task in ledger.plan.tasks]
+    both = zip(ledger.plan.tasks, loaded, strict=True)
     tasks = [replace(old, name=task.name, digest=task.digest) for old, task in both]
     finished = [trial for trial in ledger.plan.trials if trial.id in ledger.outcomes]
-    kept = [trial for trial in finished if all(map(has_state, _states(source / trial.name, read[trial.task])))]
+    kept = [trial for trial in finished if all(map(has_state, _states(source / trial.name, loaded[trial.task])))]
     if not kept:
-        several = sorted({task.name for task in read if task.compose is not None})
-        why = f"; tasks with several services keep none: {', '.join(several)}" if several else ""
+        composed = sorted({task.name for task in loaded if task.compose is not None})
+        why = f"; the state of tasks with several services is not kept: {', '.join(composed)}" if composed else ""
         raise JobError(
-            f"no finished trial of {source} has kept its state, so there is nothing to grade{why}",
-            hint="run the job again" if len(several) == len(read) else "run the job with --keep-state",
+            f"nothing to regrade: no finished trial of {source} has kept its state{why}",
+            hint="run the job again" if len(composed) == len(loaded) else "run the job with --keep-state",
             code="no-state",
         )
-    trials = [replace(trial, id=_regrade_id(trial.id, tasks[trial.task].digest)) for trial in kept]
+    trials = [
+        replace(trial, id=hashlib.sha256(f"regrade/{trial.id}/{tasks[trial.task].digest}".encode()).hexdigest()[:16])
+        for trial in kept
+    ]
     return Plan(tuple(tasks), ledger.plan.agents, tuple(trials)), len(finished) - len(kept)
 
 
@@ -89,13 +92,9 @@ def _states(trial: Path, task: Task) -> list[Path]:
     return [(trial / "steps" / step.name if step.name else trial) / STATE for step in task.steps]
 
 
-def _regrade_id(trial: str, digest: str) -> str:
-    return hashlib.sha256(f"regrade/{trial}/{digest}".encode()).hexdigest()[:16]
-
-
 class Specs:
-    """Makes the specs of one job's trials. Templates outside of `env` tables are filled here, in memory only; one that
-    cannot be filled, anywhere, is a `UsageError` at once."""
+    """Creates the specs of a job's trials. Templates outside of `env` tables are filled here, in memory only. Any
+    template that cannot be filled raises a `UsageError` at once."""
 
     def __init__(self, config: JobConfig, plan: Plan, job_id: str, env: Mapping[str, str]) -> None:
         dumped = config.model_dump(mode="json")
@@ -103,7 +102,7 @@ class Specs:
         self._plan = plan
         self._job_id = job_id
         self._config, self._env = config, env
-        self._task = lru_cache(64)(self._load_task)  # a plan goes through its tasks in order
+        self._task = lru_cache(64)(self._load_task)  # trials of one task follow each other in the plan
         self._agents = [_agent(agent, env) for agent in config.agents]
         for settings in self._agents:
             agent = _check_agent(settings, job_budget=bool(config.budget.model_dump(exclude_none=True)))
@@ -120,7 +119,7 @@ class Specs:
         self.redactor = Redactor(self._secrets)
 
     def spec(self, trial: PlannedTrial, directory: Path) -> TrialSpec:
-        """The spec of `trial`, in `directory`. A task that changed since it was planned is a `TaskError`."""
+        """Return the spec of `trial` in `directory`. Raises `TaskError` if the task changed since it was planned."""
         task, agent = self._task(trial.task), self._agents[trial.agent]
         if self._config.regrade_of is not None:
             states = _states(Path(self._config.regrade_of, trial.name), task)
@@ -168,7 +167,7 @@ class Specs:
                 await check_support(task, backend, self._sandbox)
 
     def build_request(self, place: int) -> ImageRequest | None:
-        """The image that has to be built for the agents of a task; None if there is nothing to build."""
+        """Return the request for building a task's image; None if nothing needs to be built."""
         if self._sandbox.image or not Path(self._plan.tasks[place].path, "environment", "Dockerfile").is_file():
             return None
         request = agent_plan(self._task(place), self._sandbox).image
@@ -185,14 +184,14 @@ class Specs:
         if task.digest != planned.digest:
             raise TaskError(
                 f"the task {planned.name} in {planned.path} has changed since the job was planned",
-                hint="start a new job with the task as it is now",
+                hint="start a new job with the changed task",
                 code="task_changed",
             )
         return task
 
 
 def _agent(agent: AgentConfig, env: Mapping[str, str]) -> AgentConfig:
-    """The settings of an agent with their templates filled, but for those of `env`."""
+    """Fill the templates of an agent's settings, except in `env`."""
     model = fill(agent.model_name, env, "agents.model_name")
     options = fill(agent.kwargs, env, "agents.kwargs")
     if agent.direct and model and "model" in find_agent(agent.kind).options:
@@ -205,18 +204,17 @@ def _agent(agent: AgentConfig, env: Mapping[str, str]) -> AgentConfig:
 
 
 def _check_options(agent: Agent, settings: AgentConfig) -> None:
-    """Refuse values of options that pier's own agents cannot be started with: making the command shows them."""
-    endpoint = (
-        Endpoint("http://127.0.0.1", "", settings.model_name) if settings.model_name and not settings.direct else None
-    )
+    """Raise `UsageError` for option values that a built-in agent cannot be started with, by creating its command."""
+    model = None if settings.direct else settings.model_name
+    endpoint = Endpoint("http://127.0.0.1", "", model) if model else None
     agent.mounts(settings.kwargs)
     with contextlib.suppress(AgentError, TaskError):  # some need more than options
         agent.launch(AgentRun("", "/", endpoint, options=settings.kwargs))
 
 
 def _check_agent(settings: AgentConfig, *, job_budget: bool) -> Agent:
-    """The agent. Refuses one that does not exist, options that it does not take, a missing model, and limits that
-    cannot be held, before anything runs."""
+    """Create the agent. Raises `UsageError` for an unknown agent or option, a missing model, and limits that cannot be
+    enforced."""
     agent = make_agent(settings)
     check_settings(agent, settings)
     if agent.dialect is not None and settings.model_name is None and not settings.direct:
@@ -224,7 +222,7 @@ def _check_agent(settings: AgentConfig, *, job_budget: bool) -> Agent:
     if settings.connection and (settings.direct or (settings.model_name or "").startswith(("script:", "replay:"))):
         raise UsageError(
             f"{', '.join(settings.connection)}: the gateway calls no provider for the agent {settings.kind}",
-            hint="give the address and the key with --ae" if settings.direct else "leave it out",
+            hint="pass the address and the key with --ae" if settings.direct else "leave it out",
             code="no-provider",
         )
     if settings.direct and (settings.budget.model_dump(exclude_none=True) or job_budget):
@@ -251,7 +249,7 @@ def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
             where = f"environment.{name}_enforcement_policy"
             raise UsageError(f"invalid value {policy!r} for {where}: expected auto or limit", code="not-done")
     if unknown := [name for name in environment.kwargs if name not in options]:
-        known = f"it takes {', '.join(options)}" if options else "it takes none"
+        known = f"known options: {', '.join(options)}" if options else "it has no options"
         raise UsageError(
             f"environment.kwargs: the backend {environment.backend} has no option {unknown[0]!r}; {known}", code="usage"
         )
@@ -261,8 +259,8 @@ def _sandbox(config: JobConfig, env: Mapping[str, str]) -> SandboxChoice:
 
 
 def _hidden(config: JobConfig, plan: Plan) -> tuple[Path, ...]:
-    """Paths that are hidden from agents: the results of all jobs, and all tasks. Those of a dataset are hidden with
-    its directory, unless something is mounted, which may lie in it."""
+    """Return the paths to hide from agents: the results of all jobs, and all tasks. Hiding a dataset's directory hides
+    its tasks, except if a mount may be inside of it."""
     datasets = [Path(each.path).resolve() for each in config.datasets if each.path]
     tasks = [Path(task.path) for task in plan.tasks]
     if not config.environment.mounts and not any("mount" in agent.kwargs for agent in config.agents):

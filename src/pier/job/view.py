@@ -1,9 +1,8 @@
-"""Reads job directories for people and programs, and prints nothing: `JobView` for a job, `TrialView` for a trial.
+"""Read-only views of job directories: `JobView` for a job, `TrialView` for a trial.
 
 Jobs of pier, of Harbor and of datacurve pier open alike, whether finished, running, torn or empty; a missing or broken
-file is a state of a value, never a crash. Opening a job of pier's reads its journal alone. Other programs keep no
-journal, so the rows of their trials come from the result of each trial, and are read when they are asked for. No link
-below a job's directory is followed.
+file is a state, not an error. Opening a pier job reads only its journal. Other programs write no journal, so their
+trials are read from the result of each trial, on first access. Links below a job's directory are not followed.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from pier.trial.result import ExceptionInfo, TimingInfo, TrialResult, read_resul
 CONFIG, LOCK, RESULT, LOG = "config.json", "lock.json", "result.json", "job.log"
 TRIAL_LOG = "trial.log"
 WORKSPACE_TRIALS = ".pier/trials"
-"""Where a workspace keeps its trials."""
+"""Directory of a workspace's trials."""
 
 JobState = Literal["running", "interrupted", "unfinished", "done", "empty", "broken"]
-"""`interrupted` is a job of pier's with trials left that no process runs; for other programs' jobs it is not known
+"""`interrupted` is a pier job with unfinished trials that no process runs; for other programs' jobs it is unknown
 whether a process runs them (`unfinished`)."""
 TrialState = Literal["pending", "running", "unfinished", "done", "broken"]
 
@@ -43,8 +42,8 @@ _PHASES = ("environment_setup", "agent_setup", "agent_execution", "verifier")
 
 @dataclass(frozen=True, slots=True)
 class TrialRow:
-    """One trial in the index of a job. `outcome` is None as long as nothing counts; `problem` says why a result
-    cannot be read; `agent` differs from the names of all other agents of the job."""
+    """A trial in the index of a job. `outcome` is None until one counts; `problem` is the reason why a result cannot be
+    read; `agent` is unique among the agents of the job."""
 
     name: str
     task: str
@@ -56,15 +55,15 @@ class TrialRow:
     outcome: Outcome | None = None
     problem: str | None = None
     group: str = ""
-    """Its group's key."""
+    """Key of its group."""
 
 
 @dataclass(frozen=True)
 class ResultGroup:
-    """The trials of one agent with one model on one dataset, which are reported together."""
+    """The trials of one agent with one model on one dataset, reported together."""
 
     key: str
-    """In `evals`: as Harbor writes it, with more where two groups would have the same."""
+    """Key in `evals`: Harbor's, extended where two groups would have the same."""
     agent: str
     model: str | None
     dataset: str
@@ -81,7 +80,7 @@ class ResultGroup:
 
 @dataclass(frozen=True)
 class JobView:
-    """A job as it stood when it was opened."""
+    """A snapshot of a job."""
 
     directory: Path
     state: JobState
@@ -93,14 +92,14 @@ class JobView:
     problems: tuple[str, ...] = ()
     """Files and lines that could not be read."""
     n_planned: int = 0
-    """How many trials the journal, or another program's result or lock, says are planned."""
+    """Number of planned trials according to the journal, or another program's result or lock."""
     is_job: bool = True
-    """False for a directory that holds trials and is not a job."""
+    """False for a directory of trials that is not a job."""
     _ledger: Ledger | None = field(default=None, repr=False)
 
     @classmethod
     def open(cls, path: str | Path) -> JobView:
-        """The job in a directory. `JobError` with code `not-a-job` if it is the directory of something else."""
+        """Open the job in a directory. Raises `JobError` with code `not-a-job` for any other directory."""
         path = Path(path)
         try:
             if not path.is_dir():
@@ -111,11 +110,11 @@ class JobView:
             with Tree(path.resolve()) as tree:
                 return _without_journal(path, tree, owner)
         except OSError as error:
-            raise JobError(f"{path}: cannot be read: {error}", code="job-files") from error
+            raise JobError(f"cannot read {path}: {error}", code="job-files") from error
 
     @classmethod
     def of(cls, ledger: Ledger, owner: Owner | None = None) -> JobView:
-        """The job of a ledger, without reading anything."""
+        """Return the view of a ledger, without reading files."""
         owed = any(True for _ in ledger.owed())
         lost = f"{ledger.lost_lines} lines of {ledger.directory / JOURNAL} could not be read"
         return cls(
@@ -133,10 +132,10 @@ class JobView:
 
     @classmethod
     def of_trials(cls, path: Path) -> JobView:
-        """A directory that holds trials and is not a job: a workspace's, or one that trials were copied to."""
+        """Open a directory of trials that is not a job: a workspace's, or one with copied trials."""
         with Tree(path.resolve()) as tree:
-            found = any(_looks_like_trial(tree.path / name) for name in _directories(tree))
-        return cls(directory=path, state="unfinished" if found else "empty", is_job=False)
+            has_trials = any(_looks_like_trial(tree.path / name) for name in _directories(tree))
+        return cls(directory=path, state="unfinished" if has_trials else "empty", is_job=False)
 
     @property
     def name(self) -> str:
@@ -144,12 +143,12 @@ class JobView:
 
     @property
     def is_ours(self) -> bool:
-        """Whether pier wrote it, so that pier can go on with it."""
+        """Whether pier wrote the job, and so can resume it."""
         return self._ledger is not None
 
     @property
     def n_trials(self) -> int:
-        """How many trials are planned. Other programs do not name those that never began."""
+        """Number of planned trials. Other programs do not list trials that never started."""
         return max(self.n_planned, len(self.trials))
 
     @cached_property
@@ -160,7 +159,7 @@ class JobView:
 
     @cached_property
     def trials(self) -> tuple[TrialRow, ...]:
-        """All trials that are known, in the order of the plan, or by name."""
+        """All known trials, in the order of the plan, or by name."""
         if self._ledger is None:
             return tuple(_foreign_rows(self.directory)) if self.state != "empty" else ()
         return tuple(_planned_rows(self._ledger, running=self.owner is not None))
@@ -180,7 +179,7 @@ class JobView:
         return Totals.of(row.outcome for row in self.trials)
 
     def trial(self, name: str) -> TrialView:
-        """One of the trials, in full. `UsageError` if there is none of this name."""
+        """Open one of the trials. Raises `UsageError` for an unknown name."""
         row = next((row for row in self.trials if row.name == name), None)
         if row is None:
             raise UsageError(f"{self.directory} has no trial {name}", hint=f"pier job show {self.directory} --trials")
@@ -193,7 +192,7 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class TrialFiles:
-    """Where the parts of a trial are on disk: one of each for every step that has it."""
+    """Paths of a trial's parts on disk: one of each kind for every step that has it."""
 
     trajectories: tuple[Path, ...] = ()
     recordings: tuple[Path, ...] = ()
@@ -203,8 +202,8 @@ class TrialFiles:
 
 @dataclass(frozen=True)
 class TrialView:
-    """A trial as it stood when it was opened. Unknown values are None; without a result, `problem` says why and
-    `outcome` is the journal's, if that has one."""
+    """A snapshot of a trial. Unknown values are None; without a result, `problem` is the reason and `outcome` comes
+    from the journal, if it has one."""
 
     directory: Path
     name: str
@@ -219,8 +218,8 @@ class TrialView:
 
     @classmethod
     def open(cls, path: str | Path, row: TrialRow | None = None) -> TrialView:
-        """The trial in a directory; `row` is its row in the job, if that was read. `JobError` with code `no_trial` or
-        `unfinished` if it is the directory of something else, or of nothing."""
+        """Open the trial in a directory; `row` is its row in the job, if that was read. Raises `JobError` with code
+        `no_trial` or `unfinished` for any other directory."""
         path = Path(path)
         try:
             result = read_result(path)
@@ -248,7 +247,7 @@ class TrialView:
 
     @property
     def phases(self) -> Mapping[str, float]:
-        """Seconds that each phase took, in order."""
+        """Duration of each phase in seconds, in order."""
         if self.result is None:
             return {}
         if self.result.pier is not None:
@@ -262,15 +261,15 @@ class TrialView:
 
     @cached_property
     def files(self) -> TrialFiles:
-        """Where the trial's parts are. Only regular files count, and directories of artifacts."""
+        """Paths of the trial's parts: regular files, and directories of artifacts."""
         if not self.directory.is_dir():
             return TrialFiles()
         with Tree(self.directory.resolve()) as tree:
             parts = step_places(tree)
 
             def existing(name: str, kind: str = "file") -> tuple[Path, ...]:
-                found = (tree.find(f"{part}{name}") for part in parts)
-                return tuple(self.directory / entry.path for entry in found if entry is not None and entry.kind == kind)
+                entries = (tree.find(f"{part}{name}") for part in parts)
+                return tuple(self.directory / entry.path for entry in entries if entry and entry.kind == kind)
 
             names = (TRIAL_LOG, "exception.txt", "network.jsonl", "verifier/test-stdout.txt")
             agents = [
@@ -288,7 +287,7 @@ class TrialView:
 
 
 def open_place(path: Path) -> JobView | TrialView:
-    """What a directory is: a job, a trial, a workspace with its trials, or else a directory that may hold trials."""
+    """Open a directory as a job, a trial, a workspace with its trials, or else a directory that may contain trials."""
     trials = path / ("trials" if path.name == ".pier" else WORKSPACE_TRIALS)
     if trials.is_dir():
         return JobView.of_trials(trials)
@@ -305,17 +304,17 @@ def open_place(path: Path) -> JobView | TrialView:
 
 
 def step_places(tree: Tree) -> list[str]:
-    """The prefixes of a trial's files: an empty one, and the directory of each step of its task."""
+    """Return the path prefixes of a trial's files: the empty one, and the directory of each step of its task."""
     return ["", *(f"{entry.path}/" for entry in tree.listed("steps") if entry.kind == "directory")]
 
 
 def has_finished(tree: Tree) -> bool:
-    """Whether the `result.json` in a job's directory says that the job has finished."""
+    """Whether a job has finished according to its `result.json`."""
     return bool((tree.read_object(RESULT, _LIMIT) or {}).get("finished_at"))
 
 
 def list_jobs(jobs_dir: Path) -> list[JobView]:
-    """The jobs in a directory, newest first. What else is there is passed over, and so are empty directories."""
+    """Return the jobs in a directory, newest first, ignoring everything else."""
     if not jobs_dir.is_dir():
         raise UsageError(f"{jobs_dir}: no such directory", hint="pier run TASKS")
     found: list[JobView] = []
@@ -331,7 +330,7 @@ def list_jobs(jobs_dir: Path) -> list[JobView]:
 
 
 def rewards_by_task(rows: Iterable[TrialRow]) -> dict[str, list[float]]:
-    """The main rewards of some trials, by the name of the task."""
+    """Return the main rewards of trials by the name of the task."""
     found: dict[str, list[float]] = {}
     for row in rows:
         values = found.setdefault(row.task, [])
@@ -341,8 +340,8 @@ def rewards_by_task(rows: Iterable[TrialRow]) -> dict[str, list[float]]:
 
 
 def agent_labels(agents: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None]]:
-    """The labels of each agent and its model, no two alike. A model goes without its provider, as in Harbor, where
-    that is enough; agents that are otherwise the same show the options in which they differ, or are numbered."""
+    """Return unique labels for each agent and its model. The provider of a model is left out, as in Harbor, unless
+    needed; agents with equal labels show the options in which they differ, or are numbered."""
     names = [str(agent.get("name") or agent.get("import_path")) for agent in agents]
     models: list[str | None] = [agent.get("model_name") for agent in agents]
     short = [model.partition("/")[2] or model if model else None for model in models]
@@ -354,15 +353,15 @@ def agent_labels(agents: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | N
         for name, brief, model in zip(names, short, models, strict=True)
     ]
     for label in [label for label, count in Counter(labels).items() if count > 1]:
-        alike = [place for place, each in enumerate(labels) if each == label]
-        options = _differences([agents[place] for place in alike])
-        for number, place in enumerate(alike):
-            labels[place] = (f"{label[0]}{options[number] or f' #{number + 1}'}", label[1])
+        same = [index for index, each in enumerate(labels) if each == label]
+        options = _differences([agents[index] for index in same])
+        for number, index in enumerate(same):
+            labels[index] = (f"{label[0]}{options[number] or f' #{number + 1}'}", label[1])
     return labels
 
 
 def _differences(agents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The options in which agents differ, in brackets; empty texts if these are equal."""
+    """Return the options in which agents differ, in brackets; empty texts if they are equal."""
     options = [{**(agent.get("env") or {}), **(agent.get("kwargs") or {})} for agent in agents]
     names = dict.fromkeys(name for each in options for name in each)
     differing = [name for name in names if len({json.dumps(each.get(name)) for each in options}) > 1]
@@ -375,7 +374,7 @@ def _group_key(agent: str, model: str | None, dataset: str) -> str:
 
 
 def _planned_rows(ledger: Ledger, *, running: bool) -> Iterator[TrialRow]:
-    """The trials of a plan, with how they ended as the journal has it."""
+    """Yield the trials of a plan with their outcomes from the journal."""
     plan = ledger.plan
     labels = agent_labels(plan.agents)
     keys: dict[tuple[int, int], tuple[str, str]] = {}
@@ -399,11 +398,11 @@ def _planned_rows(ledger: Ledger, *, running: bool) -> Iterator[TrialRow]:
 
 
 _ForeignRow = tuple[TrialRow, dict[str, Any]]
-"""A trial of another program as its own files have it, and its agent: without label, attempt and group."""
+"""A trial of another program, not yet with label, attempt and group, and the settings of its agent."""
 
 
 def _foreign_rows(directory: Path) -> Iterator[TrialRow]:
-    """The trials of a job without a journal, from the result of each."""
+    """Yield the trials of a job without a journal, from the result of each."""
     with Tree(directory.resolve()) as tree, ThreadPoolExecutor(_READERS) as pool:
         read = pool.map(lambda name: _foreign(tree.path / name), _directories(tree))
         found = [each for each in read if each is not None]
@@ -422,7 +421,7 @@ def _directories(tree: Tree) -> list[str]:
 
 
 def _foreign(path: Path) -> _ForeignRow | None:
-    """A trial of another program; None if the directory is not a trial's. A result is read again only if it changed."""
+    """Read a trial of another program; None for any other directory. Results are cached until they change."""
     try:
         status = (path / RESULT).lstat()
     except OSError:
@@ -446,7 +445,7 @@ def _read_foreign(path: Path, *_version: int) -> _ForeignRow | None:
 
 
 def _without_result(path: Path, row: TrialRow | None, error: JobError) -> TrialView:
-    """A trial that did not finish, or whose result is broken, from the journal and its configuration."""
+    """Return a trial without a readable result, from the journal and its configuration."""
     config: dict[str, Any] = {}
     if path.is_dir():
         with Tree(path.resolve()) as tree:
@@ -471,14 +470,14 @@ def _without_result(path: Path, row: TrialRow | None, error: JobError) -> TrialV
 
 
 def _journal_row(path: Path) -> TrialRow | None:
-    """The row of the trial in `path` in the journal of its job, if there is one."""
+    """Return the row of the trial in `path` from the journal of its job, if it has one."""
     ledger, running = Ledger.find(path.parent), current_owner(path.parent) is not None
     rows = _planned_rows(ledger, running=running) if ledger else ()
     return next((row for row in rows if row.name == path.name), None)
 
 
 def _without_journal(path: Path, tree: Tree, owner: Owner | None) -> JobView:
-    """A job of another program, one that has only just begun, or one whose journal is broken."""
+    """Open a job of another program, one that has only just started, or one with a broken journal."""
     names = {entry.path for entry in tree.listed() if entry.kind != "file" or entry.size} - {OWNER, KEY}
     if owner or not names:
         return JobView(path, "running" if owner else "empty", owner)

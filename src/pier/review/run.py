@@ -19,7 +19,7 @@ from pier.figures import total_cost
 from pier.image.model import HOST
 from pier.job.command import Show, run_without_report
 from pier.job.config import AgentConfig, DatasetConfig, JobConfig
-from pier.job.runner import Wanted
+from pier.job.runner import TrialSelection
 from pier.job.view import JobView, TrialRow
 from pier.review.order import REVIEWS, ReviewOrder, ReviewPlan, read_order, run_differs, was_written_here
 from pier.review.output import OUTPUT_LIMIT, OUTPUTS, Kind
@@ -173,7 +173,7 @@ def run_review(plan: ReviewPlan, options: ReviewOptions, *, model: str) -> Revie
     """Run the tasks of a plan, which are written already, or go on with them."""
     config = _review_config(options.config, plan, model)
     try:
-        code = run_without_report(config, options.env, options.show, again=Wanted(kind="errored"))
+        code = run_without_report(config, options.env, options.show, again=TrialSelection(kind="errored"))
     except UsageError as error:
         if plan.kind in ("check", "analysis") and error.code == "provider-key-missing":
             error.hint = f"{error.hint}, or leave out the model: --no-model"
