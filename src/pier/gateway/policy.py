@@ -100,18 +100,18 @@ def as_sampled(request: Request, memory: Memory) -> Request:
 
 
 async def guarded(work: Awaitable[T], seconds: float | None) -> T:
-    """What a policy gives; whatever it raises is a `ProviderError`, as is a silence of more than `seconds`."""
+    """Await a policy. Whatever it raises becomes a `ProviderError`, as does a silence of more than `seconds`."""
     clock = asyncio.timeout(seconds)
     try:
         async with clock:
             return await work
-    except (ProviderError, StopAsyncIteration):
+    except ProviderError:
         raise
     except asyncio.CancelledError:
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
         raise PolicyFailed("the policy was cancelled") from None
-    except Exception as error:  # this is where a policy's failures are attributed to it
+    except (Exception, GeneratorExit) as error:  # attributes a policy's failures to the policy
         if clock.expired() and not isinstance(error, PierError):
             raise PolicyFailed(f"the policy was silent for {seconds:g} s") from None
         raise PolicyFailed(f"the policy raised {type(error).__name__}: {error}") from error
