@@ -20,12 +20,11 @@ from pier.gateway.budget import Reservation
 from pier.gateway.providers import Target
 from pier.gateway.request import HttpRequest
 from pier.gateway.upstream import Outgoing
-from pier.record.redact import redacted, redacted_path
 from pier.record.writer import CallRecord, Outcome
 from pier.wire.body import Body, parse
 from pier.wire.dialects import DIALECTS, BadRequest, Dialect, recognise
 from pier.wire.faults import Fault, fault_of
-from pier.wire.relayed import HOP_BY_HOP, passed_headers, passed_query
+from pier.wire.headers import HOP_BY_HOP, passed_headers, passed_query, redacted, redacted_path
 from pier.wire.sse import EventRenderer, MalformedAnswer
 from pier.wire.turn import Edit, ErrorKind, Request, Turn, TurnBuilder, Usage, cost_of
 from pier.wire.values import dump

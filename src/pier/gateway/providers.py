@@ -22,8 +22,8 @@ from pier.gateway.login import Login
 from pier.gateway.logins import LOGINS, find_login
 from pier.home import pier_home
 from pier.plugin import nearest
-from pier.record.redact import is_secret_name
 from pier.wire.dialects import DIALECTS, check_name
+from pier.wire.headers import is_secret_name
 from pier.wire.turn import DialectName
 
 Auth = Literal["bearer", "x-api-key", "x-goog-api-key", "none"]

@@ -18,12 +18,12 @@ from pier.gateway.call import Exchange
 from pier.gateway.policy import PolicyFailed, as_sampled, begin, check_tokens, checked, guarded
 from pier.gateway.providers import Target
 from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
-from pier.record.redact import Scrubber
 from pier.wire.body import parse
 from pier.wire.contract import Dialect
 from pier.wire.dialects import BadResponse
 from pier.wire.faults import classify
-from pier.wire.relayed import AnswerWatch, Extras, ask, plain_headers, restore_arguments
+from pier.wire.headers import Scrubber, plain_headers
+from pier.wire.relayed import AnswerWatch, Extras, ask, restore_arguments
 from pier.wire.sse import Framer, MalformedAnswer
 from pier.wire.translate import Translation, translate
 from pier.wire.turn import (

@@ -182,6 +182,7 @@ class Gateway:
         `UsageError` if there is none, or a limit cannot be enforced. A name that came with a request (`by_agent`) is
         that of a model: files of this machine are the user's to name."""
         given = for_session(upstream, terms.labels)
+        owner = upstream if given is not upstream else None
         scheme, _, rest = ("" if by_agent else model).partition(":")
         if given is None and scheme == "script":
             from pier.gateway.script import Script
@@ -192,7 +193,7 @@ class Gateway:
 
             return Replay.load(Path(rest))
         if callable(given):
-            return ByPolicy(given, model, upstream)
+            return ByPolicy(given, model, owner)
         is_provider = isinstance(given, Provider)
         target = Target(given, model) if is_provider else self.directory.target(model, given)
         limits = (terms.budget, terms.shared)
@@ -205,7 +206,7 @@ class Gateway:
             )
         target = with_tokens(target) if terms.tokens else target
         usage = any(limit.counts_tokens for limit in limits)
-        return ByProvider(target, usage, upstream if is_provider else None)
+        return ByProvider(target, usage, owner)
 
     def forget(self, session: Session) -> bool:
         """The session's key is dead from now on. Whether it was alive."""

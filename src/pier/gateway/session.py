@@ -28,7 +28,6 @@ from pier.gateway.providers import Target
 from pier.gateway.relay import decided, relay, translated
 from pier.gateway.request import BadMessage
 from pier.gateway.upstream import UpstreamFailed, Upstreams, read_answer
-from pier.record.redact import Scrubber
 from pier.record.writer import CallRecord, Durable, Outcome, Recorder
 from pier.redact import Redactor
 from pier.trajectory.calls import RECENT, Generation, Node, OnGeneration, compute_keys, with_version
@@ -36,6 +35,7 @@ from pier.wire.body import MOST_VALUES, Body, count_values, memory_of, parse
 from pier.wire.checks import close_book, is_closed, offline, prescribe
 from pier.wire.dialects import BadRequest
 from pier.wire.faults import Fault
+from pier.wire.headers import Scrubber
 from pier.wire.translate import Memory
 from pier.wire.turn import ErrorKind, Sampling, Turn
 from pier.wire.values import load
@@ -62,7 +62,7 @@ class ByProvider:
     target: Target
     usage: bool = False
     owner: object = None
-    """What chose the provider, and may know the version of its weights."""
+    """The object that chose the provider, which may know the version of its weights."""
 
     @property
     def model(self) -> str:
@@ -70,7 +70,7 @@ class ByProvider:
 
     @property
     def version(self) -> str | None:
-        return version_of(self.owner)
+        return version_of(self.owner) if self.owner is not None else None
 
     async def answer(self, x: Exchange) -> None:
         x.target, login = self.target, self.target.provider.login

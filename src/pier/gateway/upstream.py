@@ -22,12 +22,11 @@ from pier.gateway.budget import Limiter, Retry, pause
 from pier.gateway.login import LoginRefused
 from pier.gateway.pool import Answer, ConnectionPool, NoAnswer
 from pier.gateway.providers import Provider
-from pier.record.redact import Scrubber, redacted_path
 from pier.record.writer import CallRecord, Recorder
 from pier.wire.body import Body, parse
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Fault, classify, error_in
-from pier.wire.relayed import plain_headers
+from pier.wire.headers import Scrubber, plain_headers, redacted_path
 from pier.wire.sse import Framer, MalformedAnswer, data_of, events_of
 from pier.wire.turn import DialectName, ErrorKind
 from pier.wire.values import dump, kind_of_status, load

@@ -25,10 +25,10 @@ from typing import Any, Literal
 from weakref import ref
 
 from pier.files import Journal
-from pier.record.redact import redacted
 from pier.redact import Redactor, StreamRedactor
 from pier.wire.body import Array, Body
 from pier.wire.faults import Fault
+from pier.wire.headers import redacted
 from pier.wire.turn import Usage
 from pier.wire.values import dump
 
