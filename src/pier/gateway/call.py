@@ -276,7 +276,8 @@ class Exchange:
         """Count what the agent gave up before its usage came, at four characters a token. Pictures do not count."""
         whole = TurnBuilder()
         with suppress(MalformedAnswer):
-            whole.extend(self._dialect.stream_parser().feed(b"".join(self._heard)))
+            parser = self._dialect.stream_parser()
+            whole.extend([*parser.feed(b"".join(self._heard)), *parser.close()])
         known = self.usage or Usage()
         asked = known.input_tokens or len(_ENCODED.sub("", self.body.text)) // 4
         parts = (getattr(part, "text", "") or getattr(part, "arguments", "") for part in whole.turn().parts)
