@@ -1,9 +1,8 @@
-"""A model that follows a script: a YAML or JSON file of turns, for demos and tests with any agent and no provider.
+"""A model that follows a script, a YAML or JSON file of turns, for demos and tests with any agent and no provider.
 
-Turns say what to do (`shell`, `write`, `edit`, `finish`, ...) and are given as calls of whatever tools the agent
-offers, or in the text form of agents that offer none. Side calls (titles, quota probes, routers) get a
-short answer and use up no turn. A request that comes again unchanged gets the same turn again, as a retry should.
-`docs/reference/scripts.md` has the format.
+Turns contain actions (`shell`, `write`, `edit`, `finish`, ...), which become calls of the agent's tools, or text in the
+format of an agent without tools. Side calls (titles, quota probes, routers) get a short answer and do not use up a
+turn. An unchanged request, which is a retry, gets the same turn again. `docs/reference/scripts.md` has the format.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ _FEW_TOKENS = 32
 
 
 def side_answer(request: Request, plain: str) -> str | None:
-    """The answer to a side call; None if the call is the work itself.
+    """The answer to a side call; None for any other call.
 
-    Such calls offer no tools, and either want JSON of a schema, or a few tokens only, or say that they are about a
-    title, a summary and the like. Claude Code offers its tools when it asks for a summary, and forbids their use.
+    Side calls offer no tools, and ask for JSON of a schema, for a few tokens, or for a title, a summary and the like.
+    Claude Code offers tools when it asks for a summary, but forbids their use.
     """
     last = next((message.text for message in reversed(request.messages) if message.role == "user"), "")
     if request.tools and _FORBIDS_TOOLS.search(last) and _SIDE.search(last):
@@ -55,7 +54,7 @@ def side_answer(request: Request, plain: str) -> str | None:
 
 
 def example(schema: Any) -> Any:
-    """The smallest value that fits a JSON schema."""
+    """A minimal value for a JSON schema."""
     if not isinstance(schema, Mapping):
         return {}
     if "const" in schema:
@@ -86,7 +85,7 @@ def example(schema: Any) -> Any:
 
 
 _REPEATS = 8
-"""How often an agent that does not stop gets the answer that the script is over, before that becomes an error."""
+"""How many calls after the end of the script get an answer; further ones fail."""
 
 
 class FailSpec(ScriptModel):
@@ -103,7 +102,7 @@ class UsageSpec(ScriptModel):
 
 
 class ActionSpec(ScriptModel):
-    """One thing to do; exactly one field."""
+    """One action; exactly one field is set."""
 
     shell: str | None = None
     write: Write | None = None
@@ -140,7 +139,7 @@ class TurnSpec(ActionSpec):
 
 
 class WhenSpec(ScriptModel):
-    """Which calls a lane answers; all that is given must hold."""
+    """Conditions for the calls that a lane answers; all that are set must hold."""
 
     model: str | None = None
     system: str | None = None
@@ -157,12 +156,12 @@ class ScriptFile(ScriptModel):
     turns: list[TurnSpec] = Field(min_length=1)
     lanes: list[LaneSpec] = Field(default_factory=list)
     side: str | None = "Scripted session"
-    """The answer to side calls; null takes every call for work."""
+    """The answer to side calls; null disables their detection."""
 
 
 @dataclass
 class _Lane:
-    """Turns in order, and how far they are used up."""
+    """Turns in order, and the number of those used."""
 
     name: str
     turns: list[TurnSpec]
@@ -184,7 +183,7 @@ class _Lane:
 
 
 class Script:
-    """A policy that plays a script. One object plays it once, for one session."""
+    """A policy that plays a script once, for one session."""
 
     def __init__(self, file: ScriptFile, name: str = "script") -> None:
         self.name = name
@@ -194,7 +193,7 @@ class Script:
 
     @classmethod
     def load(cls, path: Path) -> Script:
-        """Read a script; `UsageError` says where it is wrong."""
+        """Read a script; raise `UsageError` with the places of mistakes."""
         try:
             value = yaml.safe_load(path.read_text())
         except OSError as error:
@@ -244,7 +243,7 @@ class Script:
         return turn
 
     def _after_end(self, lane: _Lane, request: Request) -> Turn:
-        """The script is over: its own last word again if that was `finish`, else that it is over."""
+        """The answer to calls after the last turn: that turn if it is `finish`, else that the script is over."""
         lane.repeats += 1
         last = lane.turns[-1]
         over = f"The script {self.name} is over: it has {len(lane.turns)} turns, and the agent asked for another."
@@ -255,11 +254,11 @@ class Script:
 
 
 def _all_edits(turns: list[TurnSpec]) -> TurnSpec:
-    """All that is left to do in one answer, for agents such as aider, which ask once and take edits only."""
+    """All remaining edits in one turn, for agents such as aider, which make one call and accept only edits."""
     edits = [action for turn in turns for action in turn.all_actions() if isinstance(action, Write | ScriptedEdit)]
-    words = [text for turn in turns if (text := turn.text or turn.finish)]
+    texts = [text for turn in turns if (text := turn.text or turn.finish)]
     specs = [ActionSpec(write=item) if isinstance(item, Write) else ActionSpec(edit=item) for item in edits]
-    text = "\n\n".join(words) or (None if specs else "There is nothing to edit.")
+    text = "\n\n".join(texts) or (None if specs else "There is nothing to edit.")
     return TurnSpec(text=text, actions=specs)
 
 
@@ -289,7 +288,7 @@ def _turn(
 
 
 def _count_characters(parts: Iterable[Part]) -> int:
-    """Characters of a message, for a token count that is of the right order."""
+    """Number of characters in a message, for estimating tokens."""
     size = 0
     for part in parts:
         match part:
