@@ -266,11 +266,6 @@ def at_address(url: str, *, key: str | None = None, name: str = "custom") -> Pro
     return Provider(name, rest, dialects, key)
 
 
-def with_tokens(target: Target) -> Target:
-    """The same target with token ids and log-probs requested."""
-    return replace(target, provider=replace(target.provider, tokens=True))
-
-
 def _read(path: Path, env: Mapping[str, str]) -> dict[str, Provider]:
     try:
         tables: dict[str, Any] = tomllib.loads(path.read_text())

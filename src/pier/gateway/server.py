@@ -7,6 +7,7 @@ import resource
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +19,7 @@ from pier.gateway.call import Caller, CallerGone
 from pier.gateway.http import Server
 from pier.gateway.metrics import GatewayMetrics
 from pier.gateway.policy import Upstream, for_session
-from pier.gateway.providers import Directory, Provider, Target, with_tokens
+from pier.gateway.providers import Directory, Provider, Target
 from pier.gateway.request import HttpRequest
 from pier.gateway.session import Answerer, ByPolicy, ByProvider, Session, Terms
 from pier.gateway.upstream import Upstreams
@@ -203,7 +204,8 @@ class Gateway:
                 hint="limit tokens instead",
                 code="price-unknown",
             )
-        target = with_tokens(target) if terms.tokens else target
+        if terms.tokens:
+            target = replace(target, provider=replace(target.provider, tokens=True))
         usage = any(limit.counts_tokens for limit in limits)
         return ByProvider(target, usage, owner)
 

@@ -52,13 +52,11 @@ from pier.wire.values import (
     need_str,
     parse_arguments,
     parse_parts,
-    read_sampling,
     result_parts,
     sign,
     split_results,
     unsign,
     without,
-    write_sampling,
 )
 
 DEFAULT_MAX_TOKENS = 16_384
@@ -479,12 +477,20 @@ class Anthropic(Dialect):
             tools=tuple(parse_tool(tool) for tool in body.get("tools") or ()),
             tool_choice=choice,
             parallel_tools=parallel,
-            sampling=_parse_sampling(body, output.get("effort")),
+            sampling=self._parse_sampling(body, output.get("effort")),
             response_format=ResponseFormat(schema.get("schema")) if schema else None,
             stream=bool(body.get("stream")),
             dialect=self.name,
             extra={**without(body, *_FIELDS), **({"output_config": rest} if rest else {})},
         )
+
+    def _parse_sampling(self, body: Mapping[str, Any], effort: str | None) -> Sampling:
+        thinking = body.get("thinking")
+        budget = None
+        if isinstance(thinking, dict):
+            kind = thinking.get("type")
+            budget = 0 if kind == "disabled" else -1 if kind == "adaptive" else thinking.get("budget_tokens")
+        return self.read_sampling(body, effort=effort, thinking_budget=budget)
 
     def _render_request(self, request: Request) -> dict[str, Any]:
         sampling = request.sampling
@@ -500,7 +506,7 @@ class Anthropic(Dialect):
             "tool_choice": render_choice(request.tool_choice, request.parallel_tools, bool(request.tools)),
             "thinking": _render_thinking(sampling.thinking_budget),
             "output_config": compact(output) or None,
-            **write_sampling(sampling, _SAMPLING),
+            **self.write_sampling(sampling),
             "max_tokens": sampling.max_tokens or DEFAULT_MAX_TOKENS,
             "stream": request.stream or None,
         }
@@ -560,15 +566,6 @@ def read_stop(native: Any, has_calls: bool) -> StopReason:
     """The canonical stop; an answer with calls is `tool_use` even if the server reports `end_turn`."""
     stop = STOPS.get(native or "", "other")
     return "tool_use" if has_calls and stop in ("end", "other") else stop
-
-
-def _parse_sampling(body: Mapping[str, Any], effort: str | None) -> Sampling:
-    thinking = body.get("thinking")
-    budget = None
-    if isinstance(thinking, dict):
-        kind = thinking.get("type")
-        budget = 0 if kind == "disabled" else -1 if kind == "adaptive" else thinking.get("budget_tokens")
-    return read_sampling(body, _SAMPLING, effort=effort, thinking_budget=budget)
 
 
 def _render_thinking(budget: int | None) -> dict[str, Any] | None:

@@ -12,10 +12,9 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from pier.wire.contract import REMOVED, AnswerProgress, Dialect, Route
-from pier.wire.faults import error_in
 from pier.wire.sse import EventParser, EventRenderer, sse
 from pier.wire.turn import (
     Delta,
@@ -55,10 +54,8 @@ from pier.wire.values import (
     need_dict,
     need_str,
     parse_parts,
-    read_sampling,
     result_parts,
     without,
-    write_sampling,
 )
 
 STOPS: dict[str, StopReason] = {
@@ -530,6 +527,7 @@ class Chat(OpenAI):
         ("GET", "(?:/api)?/v1/models/(.+)", "model"),
     )
     answer_field = "choices"
+    content_fields = ("choices",)
     sampling_names = _SAMPLING
     unknown_sampling = ("top_k", "thinking_budget")
     count_fields = ("n",)
@@ -561,7 +559,7 @@ class Chat(OpenAI):
             tools=tuple(parse_tool(tool) for tool in body.get("tools") or ()),
             tool_choice=parse_choice(body.get("tool_choice")),
             parallel_tools=body.get("parallel_tool_calls"),
-            sampling=read_sampling(given, _SAMPLING),
+            sampling=self.read_sampling(given),
             response_format=parse_format(body.get("response_format")),
             stream=bool(body.get("stream")),
             stream_usage=bool(isinstance(options, dict) and options.get("include_usage")),
@@ -570,18 +568,19 @@ class Chat(OpenAI):
         )
 
     def _render_request(self, request: Request) -> dict[str, Any]:
-        limit = "max_completion_tokens" if _NEW_MAX.search(request.model) else "max_tokens"
         body = {
             "model": request.model,
             "messages": render_messages(request),
             "tools": [render_tool(tool) for tool in request.tools] or None,
             "tool_choice": render_choice(request.tool_choice),
             "parallel_tool_calls": request.parallel_tools,
-            **write_sampling(request.sampling, {**_SAMPLING, "max_tokens": limit}),
+            **self.write_sampling(request.sampling),
             "response_format": render_format(request.response_format),
             "stream": request.stream or None,
             "stream_options": {"include_usage": True} if request.stream and request.stream_usage else None,
         }
+        if _NEW_MAX.search(request.model):
+            body["max_completion_tokens"] = body.pop("max_tokens")
         return {**(request.extra if request.dialect == self.name else {}), **compact(body)}
 
     def _parse_response(self, body: Mapping[str, Any]) -> Turn:
@@ -622,12 +621,6 @@ class Chat(OpenAI):
         if not (finished or usage or error):
             return _CONTENT if choices else None
         return AnswerProgress(usage=usage, content=bool(choices), finished=finished, error=error)
-
-    def first_event(self, event: Mapping[str, Any]) -> Literal["error", "prelude", "content"]:
-        return "content" if event.get("choices") else "error" if error_in(event) is not None else "prelude"
-
-    def missing_in(self, answer: Mapping[str, Any]) -> str | None:
-        return None if answer.get("choices") else "choices"
 
     def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
         """Replace parts with `..._url` fields and any other link, which servers fetch whatever the media type."""

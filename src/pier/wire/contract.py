@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from pier.wire.faults import error_in
 from pier.wire.turn import DialectName, Edit, ErrorKind, Json, Request, Sampling, Tool, Turn, Usage
 from pier.wire.values import (
     PARSE_ERRORS,
@@ -24,7 +25,6 @@ from pier.wire.values import (
     error_text,
     kind_of_status,
     type_error_in,
-    write_sampling,
 )
 
 if TYPE_CHECKING:
@@ -197,9 +197,6 @@ class Dialect:
     ends_at_close = False
     """Whether only the close of a stream shows that its last event was the last."""
 
-    model_in_path = False
-    """Whether the model is in the path instead of the body."""
-
     path: str
     """The path of a call, below the provider's base URL (`/v1/messages`)."""
     counting_path: str | None = None
@@ -208,9 +205,6 @@ class Dialect:
     def generate_path(self, model: str, stream: bool) -> str:
         """The path of this call, including the query."""
         return self.path
-
-    def request_path(self, request: Request) -> str:
-        return self.generate_path(request.model, request.stream)
 
     def count_path(self, model: str) -> str | None:
         return self.counting_path
@@ -222,6 +216,8 @@ class Dialect:
     """The name of the list that every whole answer has."""
     preludes: tuple[str, ...] = ()
     """Types of events that only announce an answer."""
+    content_fields: tuple[str, ...] = ()
+    """The fields of which an answer, or an event with content, has at least one, if events have no types."""
 
     def read_usage(self, raw: Any) -> Usage:
         raise NotImplementedError
@@ -233,11 +229,16 @@ class Dialect:
     def first_event(self, event: Mapping[str, Any]) -> Literal["error", "prelude", "content"]:
         """The kind of an event at the beginning of a stream. A prelude only announces an answer, so the request can be
         retried after it."""
+        if self.content_fields:
+            has_content = any(map(event.get, self.content_fields))
+            return "content" if has_content else "error" if error_in(event) is not None else "prelude"
         kind = event.get("type")
         return "error" if kind in ("error", "response.failed") else "prelude" if kind in self.preludes else "content"
 
     def missing_in(self, answer: Mapping[str, Any]) -> str | None:
         """The required field that is missing in a whole answer; None if none is."""
+        if self.content_fields:
+            return None if any(map(answer.get, self.content_fields)) else self.answer_field
         return None if isinstance(answer.get(self.answer_field), list) else self.answer_field
 
     # Translation
@@ -247,9 +248,28 @@ class Dialect:
     sampling_names: Mapping[str, str] = types.MappingProxyType({})
     """The dialect's names for fields of `Sampling`."""
 
+    def read_sampling(self, body: Mapping[str, Any], **others: Any) -> Sampling:
+        """Read sampling parameters; `others` are fields without a name in `sampling_names`."""
+        values: dict[str, Any] = {field: body.get(name) for field, name in self.sampling_names.items()}
+        if "stop" in values:
+            stop = values["stop"]
+            values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        if "logprobs" in values:
+            values["logprobs"] = bool(values["logprobs"])
+        return Sampling(**values, **others)
+
+    def write_sampling(self, sampling: Sampling) -> dict[str, Any]:
+        """Sampling parameters by the dialect's names; None for those that are unset."""
+        values = {name: getattr(sampling, field) for field, name in self.sampling_names.items()}
+        if "stop" in self.sampling_names:
+            values[self.sampling_names["stop"]] = list(sampling.stop) or None
+        if "logprobs" in self.sampling_names:
+            values[self.sampling_names["logprobs"]] = sampling.logprobs or None
+        return values
+
     def with_sampling(self, body: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
         """A request's body with these parameters replaced; those that the dialect lacks are left out."""
-        return {**body, **compact(write_sampling(sampling, self.sampling_names))}
+        return {**body, **compact(self.write_sampling(sampling))}
 
     custom_tools = False
     """Whether there are free-text tools and namespaces of tools."""

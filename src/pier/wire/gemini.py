@@ -11,12 +11,11 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 from pier.wire.chat import stream_error
 from pier.wire.contract import REMOVED, AnswerProgress, Dialect, Route
-from pier.wire.faults import error_in
 from pier.wire.sse import EventParser, EventRenderer, sse
 from pier.wire.turn import (
     Delta,
@@ -55,10 +54,8 @@ from pier.wire.values import (
     need_list,
     need_str,
     parse_arguments,
-    read_sampling,
     split_results,
     without,
-    write_sampling,
 )
 
 _REFUSALS = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "IMAGE_SAFETY")
@@ -488,9 +485,9 @@ class Gemini(Dialect):
     key_header = "x-goog-api-key"
     client_headers = "x-goog-api-client x-gemini-*"
     ends_at_close = True
-    model_in_path = True
     usage_field = "usageMetadata"
     answer_field = "candidates"
+    content_fields = ("candidates", "promptFeedback")
     sampling_names = _SAMPLING
     unknown_sampling = ("effort",)
     system_anywhere = False
@@ -543,7 +540,7 @@ class Gemini(Dialect):
             system=parse_system(fields.get("systemInstruction")),
             tools=tuple(parse_tools(fields.get("tools"))),
             tool_choice=parse_choice(fields.get("toolConfig")),
-            sampling=read_sampling(config, _SAMPLING, effort=effort, thinking_budget=budget),
+            sampling=self.read_sampling(config, effort=effort, thinking_budget=budget),
             response_format=ResponseFormat(wanted) if config.get("responseMimeType") == "application/json" else None,
             stream=bool(route and route.stream),
             dialect=self.name,
@@ -558,9 +555,24 @@ class Gemini(Dialect):
             "systemInstruction": {"parts": system} if system else None,
             "tools": render_tools(request.tools) or None,
             "toolConfig": render_choice(request.tool_choice),
-            "generationConfig": _render_config(request, extra.pop("generationConfig", {})) or None,
+            "generationConfig": self._render_config(request, extra.pop("generationConfig", {})) or None,
         }
         return {**extra, **compact(body)}
+
+    def _render_config(self, request: Request, extra: Mapping[str, Any]) -> dict[str, Any]:
+        sampling, wanted = request.sampling, request.response_format
+        thinking = {
+            **extra.get("thinkingConfig", {}),
+            "thinkingBudget": sampling.thinking_budget,
+            "thinkingLevel": sampling.effort.upper() if sampling.effort else None,
+        }
+        config = {
+            **self.write_sampling(sampling),
+            "thinkingConfig": compact(thinking) or None,
+            "responseMimeType": "application/json" if wanted else None,
+            "responseJsonSchema": wanted.schema if wanted else None,
+        }
+        return {**without(extra, "thinkingConfig"), **compact(config)}
 
     def generate_path(self, model: str, stream: bool) -> str:
         verb = "streamGenerateContent?alt=sse" if stream else "generateContent"
@@ -622,14 +634,6 @@ class Gemini(Dialect):
         error = event if "error" in event else None
         return AnswerProgress(usage=event.get("usageMetadata"), finished=bool(blocked or ended), error=error)
 
-    def first_event(self, event: Mapping[str, Any]) -> Literal["error", "prelude", "content"]:
-        if event.get("candidates") or event.get("promptFeedback"):
-            return "content"
-        return "error" if error_in(event) is not None else "prelude"
-
-    def missing_in(self, answer: Mapping[str, Any]) -> str | None:
-        return None if answer.get("candidates") or answer.get("promptFeedback") else "candidates"
-
     def adapt(self, request: Request, *, foreign: bool, edits: list[Edit]) -> Request:
         if _WANTS_SIGNATURES.search(request.model):
             request = replace(request, messages=tuple(_signed(message) for message in request.messages))
@@ -658,22 +662,6 @@ def read_stop(native: Any, has_calls: bool) -> StopReason:
     """The canonical stop; Gemini reports STOP for calls too."""
     stop = STOPS.get(native or "STOP", "other")
     return "tool_use" if stop == "end" and has_calls else stop
-
-
-def _render_config(request: Request, extra: Mapping[str, Any]) -> dict[str, Any]:
-    sampling, wanted = request.sampling, request.response_format
-    thinking = {
-        **extra.get("thinkingConfig", {}),
-        "thinkingBudget": sampling.thinking_budget,
-        "thinkingLevel": sampling.effort.upper() if sampling.effort else None,
-    }
-    config = {
-        **write_sampling(sampling, _SAMPLING),
-        "thinkingConfig": compact(thinking) or None,
-        "responseMimeType": "application/json" if wanted else None,
-        "responseJsonSchema": wanted.schema if wanted else None,
-    }
-    return {**without(extra, "thinkingConfig"), **compact(config)}
 
 
 def _signed(message: Message) -> Message:

@@ -63,12 +63,10 @@ from pier.wire.values import (
     need_str,
     parse_data_url,
     parse_parts,
-    read_sampling,
     result_parts,
     sign,
     unsign,
     without,
-    write_sampling,
 )
 
 _SAMPLING = {"max_tokens": "max_output_tokens", **{name: name for name in ("temperature", "top_p", "top_logprobs")}}
@@ -563,7 +561,7 @@ class Responses(OpenAI):
             tools=tuple(parse_tools(body.get("tools"))),
             tool_choice=parse_choice(body.get("tool_choice")),
             parallel_tools=body.get("parallel_tool_calls"),
-            sampling=read_sampling(body, _SAMPLING, effort=reasoning.get("effort")),
+            sampling=self.read_sampling(body, effort=reasoning.get("effort")),
             response_format=parse_format(text.get("format")),
             stream=bool(body.get("stream")),
             dialect=self.name,
@@ -581,7 +579,7 @@ class Responses(OpenAI):
             "tools": render_tools(request.tools) or None,
             "tool_choice": render_choice(request.tool_choice, flat=True),
             "parallel_tool_calls": request.parallel_tools,
-            **write_sampling(request.sampling, _SAMPLING),
+            **self.write_sampling(request.sampling),
             "reasoning": reasoning or None,
             "text": text or None,
             "stream": request.stream or None,

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pydantic_core import to_json
 
 from pier.errors import ProviderError, UsageError
-from pier.wire.turn import ErrorKind, Json, Media, Message, Opaque, Part, Reasoning, Role, Sampling, Text, ToolResult
+from pier.wire.turn import ErrorKind, Json, Media, Message, Opaque, Part, Reasoning, Role, Text, ToolResult
 
 PARSE_ERRORS = (TypeError, AttributeError, LookupError, ValueError, RecursionError)
 """Exceptions raised by reading a value as a type that it does not have."""
@@ -247,27 +247,6 @@ def error_text(body: Any) -> str:
         return dump(body).decode()[:2000]
     text = body.decode(errors="replace") if isinstance(body, bytes) else str(body or "")
     return text.strip()[:500] or "the provider gave no reason"
-
-
-def read_sampling(body: Mapping[str, Any], names: Mapping[str, str], **more: Any) -> Sampling:
-    """Read sampling parameters; `names` maps fields of `Sampling` to the dialect's, `more` are other fields."""
-    values: dict[str, Any] = {field: body.get(name) for field, name in names.items()}
-    if "stop" in values:
-        stop = values["stop"]
-        values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if "logprobs" in values:
-        values["logprobs"] = bool(values["logprobs"])
-    return Sampling(**values, **more)
-
-
-def write_sampling(sampling: Sampling, names: Mapping[str, str]) -> dict[str, Any]:
-    """Sampling parameters by the dialect's names; None for those that are unset."""
-    values = {name: getattr(sampling, field) for field, name in names.items()}
-    if "stop" in names:
-        values[names["stop"]] = list(sampling.stop) or None
-    if "logprobs" in names:
-        values[names["logprobs"]] = sampling.logprobs or None
-    return values
 
 
 _TYPE_NAMES = {
