@@ -193,12 +193,12 @@ def _by_editor(tools: tuple[Tool, ...], command: str, **values: str) -> _NamedCa
 _SAFE_VALUES = ("low", "sync", "safe", "none", "auto", "default")
 
 
-def _complete(tool: Tool, given: dict[str, Any]) -> dict[str, Any]:
-    """`given`, with harmless values for all other required fields of the tool."""
+def _complete(tool: Tool, arguments: dict[str, Any]) -> dict[str, Any]:
+    """`arguments`, with harmless values for all other required fields of the tool."""
     schema = tool.schema or {}
     properties = schema.get("properties") or {}
-    missing = [name for name in schema.get("required") or () if name not in given]
-    return {**given, **{name: _safe_value(properties.get(name)) for name in missing}}
+    missing = [name for name in schema.get("required") or () if name not in arguments]
+    return {**arguments, **{name: _safe_value(properties.get(name)) for name in missing}}
 
 
 def _safe_value(schema: Any) -> Any:

@@ -77,7 +77,7 @@ class Server:
         self.retired = True
         for connection in list(self.connections):
             if connection.request is None or connection.request.finished:
-                connection.close()
+                connection.transport.close()
 
     async def shutdown(self, patience: float) -> None:
         """Wait `patience` seconds for answers to end, then cancel them."""
@@ -89,7 +89,7 @@ class Server:
             if late:
                 await asyncio.wait(late, timeout=patience)
         for connection in list(self.connections):
-            connection.abort()
+            connection.transport.abort()
         await asyncio.sleep(0)
         if self._sweeping:
             self._sweeping.cancel()
@@ -124,7 +124,7 @@ class Connection(asyncio.Protocol):
         self.since = self.loop.time()
         if self.server.most is not None and len(self.server.connections) >= self.server.most:
             self._refuse(BadMessage(f"there are more than {self.server.most} connections", 503))
-            self.close()
+            self.transport.close()
         else:
             self.server.watch(self)
 
@@ -226,7 +226,7 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         if self.task:
-            self.abort()
+            self.transport.abort()
         return False
 
     def pause_writing(self) -> None:
@@ -260,16 +260,10 @@ class Connection(asyncio.Protocol):
             self._held = False
             self.transport.resume_reading()
 
-    def close(self) -> None:
-        self.transport.close()
-
-    def abort(self) -> None:
-        self.transport.abort()
-
     def give_up(self) -> None:
         """End a connection that exceeded a time limit."""
         if self.state == "idle":
-            self.close()
+            self.transport.close()
         else:
             self._spoil(BadMessage("the request took too long", 408))
 
@@ -285,7 +279,7 @@ class Connection(asyncio.Protocol):
             if self.full:
                 await self.drain()
         except asyncio.CancelledError:
-            self.abort()
+            self.transport.abort()
             raise
         except ConnectionError:
             pass
@@ -303,11 +297,11 @@ class Connection(asyncio.Protocol):
         if self._lost:
             return
         if not request.finished:
-            self.abort()
+            self.transport.abort()
         elif not request.received:
             self._linger()
         elif request.closing or self.server.retired:
-            self.close()
+            self.transport.close()
         elif self._queue:
             following = self._queue.popleft()
             if isinstance(following, BadMessage):
@@ -345,4 +339,4 @@ class Connection(asyncio.Protocol):
         with suppress(OSError, RuntimeError):
             if self.transport.can_write_eof():
                 self.transport.write_eof()
-        self.loop.call_later(_LINGER, self.close)
+        self.loop.call_later(_LINGER, self.transport.close)

@@ -327,16 +327,16 @@ async def _listen(runner: web.AppRunner, address: str) -> str:
 def private_socket(path: Path) -> socket.socket:
     """A unix socket at `path` that only its owner can open at any moment. A socket without a listener is replaced;
     `OSError` if it has one, or for another kind of file."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         if path.is_socket() and not _answers_at(path):
             path.unlink()
-        os.fchmod(made.fileno(), 0o600)
-        made.bind(str(path))
+        os.fchmod(listener.fileno(), 0o600)
+        listener.bind(str(path))
     except BaseException:
-        made.close()
+        listener.close()
         raise
-    return made
+    return listener
 
 
 def _answers_at(path: Path) -> bool:

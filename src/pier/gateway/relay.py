@@ -313,14 +313,14 @@ async def _render(x: Exchange, deltas: AsyncIterator[Delta]) -> None:
         if builder.error:
             return await x.fail(builder.error.status, builder.error.message, builder.error.kind)
         return await _deliver(x, builder.turn())
-    begun, whole = False, TurnBuilder()
+    started, whole = False, TurnBuilder()
     async for delta in deltas:
         if isinstance(delta, StreamError):
             return await x.fail(delta.status, delta.message, delta.kind)
         if isinstance(delta, Tokens) and x.target is None:
             _note_tokens(x, delta)
-        if not begun:
-            begun = True
+        if not started:
+            started = True
             x.record.status("delivered", 200, {"content-type": x.renderer.content_type}, True)
             x.start()
         if data := x.renderer.render(delta):

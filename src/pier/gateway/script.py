@@ -45,9 +45,8 @@ def side_answer(request: Request, plain: str) -> str | None:
         return plain
     if request.tools or text_form(request):
         return None
-    wanted = request.response_format
-    if wanted is not None and wanted.schema is not None:
-        return json.dumps(example(wanted.schema))
+    if request.response_format is not None and request.response_format.schema is not None:
+        return json.dumps(example(request.response_format.schema))
     if request.sampling.max_tokens is not None and request.sampling.max_tokens <= _FEW_TOKENS:
         return plain
     return plain if _SIDE.search("\n".join([*request.system, last[:2000], last[-2000:]])) else None
@@ -127,8 +126,8 @@ class TurnSpec(ActionSpec):
 
     @model_validator(mode="after")
     def _is_complete(self) -> TurnSpec:
-        said = (self.text, self.reasoning, self.finish, self.error)
-        if not self.all_actions() and all(item is None for item in said):
+        contents = (self.text, self.reasoning, self.finish, self.error)
+        if not self.all_actions() and all(item is None for item in contents):
             raise ValueError("a turn needs text, reasoning, an action, finish or error")
         if self.finish is not None and (self.text is not None or self.all_actions()):
             raise ValueError("finish must be a separate turn")
@@ -274,17 +273,17 @@ def _play(spec: TurnSpec, request: Request, label: str) -> Turn:
 def _turn(
     request: Request, parts: tuple[Part, ...], stop: StopReason, usage: UsageSpec | None, id_: str | None
 ) -> Turn:
-    given, said = usage or UsageSpec(), _count_characters(parts)
-    asked = sum(map(len, request.system)) + sum(_count_characters(message.parts) for message in request.messages)
-    asked += sum(len(tool.description or "") + len(json.dumps(tool.schema or {})) for tool in request.tools)
-    counted = Usage(
-        input_tokens=given.input if given.input is not None else asked // 4 + 1,
-        output_tokens=given.output if given.output is not None else said // 4 + 1,
-        cached_tokens=given.cached,
-        reasoning_tokens=given.reasoning,
-        cost_usd=given.cost_usd,
+    spec = usage or UsageSpec()
+    prompt = sum(map(len, request.system)) + sum(_count_characters(message.parts) for message in request.messages)
+    prompt += sum(len(tool.description or "") + len(json.dumps(tool.schema or {})) for tool in request.tools)
+    counts = Usage(
+        input_tokens=spec.input if spec.input is not None else prompt // 4 + 1,
+        output_tokens=spec.output if spec.output is not None else _count_characters(parts) // 4 + 1,
+        cached_tokens=spec.cached,
+        reasoning_tokens=spec.reasoning,
+        cost_usd=spec.cost_usd,
     )
-    return Turn(parts, stop, counted, id_, request.model)
+    return Turn(parts, stop, counts, id_, request.model)
 
 
 def _count_characters(parts: Iterable[Part]) -> int:

@@ -271,8 +271,8 @@ class Reader:
                 upstream = value["side"] == "upstream" and call.attempts
                 answer = call.attempts[-1].answer if upstream else call.delivered
                 if answer and value.get("same"):
-                    given = call.attempts[-1].answer if call.attempts else None
-                    answer.chunks.append(Chunk(at, given.chunks[-1].data if given and given.chunks else b""))
+                    source = call.attempts[-1].answer if call.attempts else None
+                    answer.chunks.append(Chunk(at, source.chunks[-1].data if source and source.chunks else b""))
                 elif answer:
                     answer.chunks.append(Chunk(at, value["text"].encode(errors="surrogateescape")))
             case "edits":

@@ -467,8 +467,8 @@ class Anthropic(Dialect):
         choice, parallel = parse_choice(body.get("tool_choice"))
         output = body.get("output_config")
         output = output if isinstance(output, dict) else {}
-        rest, wanted = without(output, "effort", "format"), output.get("format")
-        schema = wanted if isinstance(wanted, dict) and wanted.get("type") == "json_schema" else None
+        rest, raw = without(output, "effort", "format"), output.get("format")
+        schema = raw if isinstance(raw, dict) and raw.get("type") == "json_schema" else None
         system = parse_parts(body.get("system"), parse_block)
         return Request(
             model=need_str(body.get("model"), "model"),

@@ -243,10 +243,10 @@ def parse_tool(raw: Any, namespace: str | None = None, *, flat: bool = False) ->
     if kind not in ("function", "custom") or (kind == "custom" and not isinstance(body, dict)):
         return Tool(str(kind), kind="hosted", raw=tool)
     body = need_dict(body, f"tools[].{kind}")
-    name, words = need_str(body.get("name"), f"the name of a {kind}"), body.get("description")
+    name, description = need_str(body.get("name"), f"the name of a {kind}"), body.get("description")
     if kind == "custom":
-        return Tool(name, words, kind="custom", namespace=namespace, raw=tool)
-    return Tool(name, words, body.get("parameters"), body.get("strict"), namespace=namespace)
+        return Tool(name, description, kind="custom", namespace=namespace, raw=tool)
+    return Tool(name, description, body.get("parameters"), body.get("strict"), namespace=namespace)
 
 
 def render_tool(tool: Tool, *, flat: bool = False) -> dict[str, Any]:
@@ -287,12 +287,12 @@ def parse_format(raw: Any) -> ResponseFormat | None:
     return ResponseFormat(inner.get("schema"), inner.get("name"), inner.get("strict"))
 
 
-def render_format(wanted: ResponseFormat | None, *, flat: bool = False) -> dict[str, Any] | None:
-    if wanted is None:
+def render_format(format_: ResponseFormat | None, *, flat: bool = False) -> dict[str, Any] | None:
+    if format_ is None:
         return None
-    if wanted.schema is None:
+    if format_.schema is None:
         return {"type": "json_object"}
-    inner = compact({"name": wanted.name or "answer", "schema": wanted.schema, "strict": wanted.strict})
+    inner = compact({"name": format_.name or "answer", "schema": format_.schema, "strict": format_.strict})
     return {"type": "json_schema", **(inner if flat else {"json_schema": inner})}
 
 
@@ -551,7 +551,7 @@ class Chat(OpenAI):
     def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
         system, messages = gather_messages(body.get("messages"), "messages", _parse_message)
         options, limit = body.get("stream_options"), body.get("max_completion_tokens")
-        given = body if limit is None else {**body, "max_tokens": limit}
+        parameters = body if limit is None else {**body, "max_tokens": limit}
         return Request(
             model=need_str(body.get("model"), "model"),
             messages=messages,
@@ -559,7 +559,7 @@ class Chat(OpenAI):
             tools=tuple(parse_tool(tool) for tool in body.get("tools") or ()),
             tool_choice=parse_choice(body.get("tool_choice")),
             parallel_tools=body.get("parallel_tool_calls"),
-            sampling=self.read_sampling(given),
+            sampling=self.read_sampling(parameters),
             response_format=parse_format(body.get("response_format")),
             stream=bool(body.get("stream")),
             stream_usage=bool(isinstance(options, dict) and options.get("include_usage")),

@@ -530,7 +530,7 @@ class Gemini(Dialect):
         thinking = camel(config.get("thinkingConfig") or {}, "thinkingConfig")
         level, budget = thinking.get("thinkingLevel"), thinking.get("thinkingBudget")
         effort = level.lower() if isinstance(level, str) else None
-        wanted = config.get("responseJsonSchema") or config.get("responseSchema")
+        schema = config.get("responseJsonSchema") or config.get("responseSchema")
         rest = without(config, *_CONFIG)
         if more := without(thinking, "thinkingBudget", "thinkingLevel"):
             rest["thinkingConfig"] = more
@@ -541,7 +541,7 @@ class Gemini(Dialect):
             tools=tuple(parse_tools(fields.get("tools"))),
             tool_choice=parse_choice(fields.get("toolConfig")),
             sampling=self.read_sampling(config, effort=effort, thinking_budget=budget),
-            response_format=ResponseFormat(wanted) if config.get("responseMimeType") == "application/json" else None,
+            response_format=ResponseFormat(schema) if config.get("responseMimeType") == "application/json" else None,
             stream=bool(route and route.stream),
             dialect=self.name,
             extra={**without(fields, *_FIELDS), **({"generationConfig": rest} if rest else {})},
@@ -560,7 +560,7 @@ class Gemini(Dialect):
         return {**extra, **compact(body)}
 
     def _render_config(self, request: Request, extra: Mapping[str, Any]) -> dict[str, Any]:
-        sampling, wanted = request.sampling, request.response_format
+        sampling, format_ = request.sampling, request.response_format
         thinking = {
             **extra.get("thinkingConfig", {}),
             "thinkingBudget": sampling.thinking_budget,
@@ -569,8 +569,8 @@ class Gemini(Dialect):
         config = {
             **self.write_sampling(sampling),
             "thinkingConfig": compact(thinking) or None,
-            "responseMimeType": "application/json" if wanted else None,
-            "responseJsonSchema": wanted.schema if wanted else None,
+            "responseMimeType": "application/json" if format_ else None,
+            "responseJsonSchema": format_.schema if format_ else None,
         }
         return {**without(extra, "thinkingConfig"), **compact(config)}
 
