@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from pier.wire.turn import ModelFailed, Part, Request, Text, Tool, ToolCall
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-"""mini-swe-agent ends when a command prints this."""
+"""The output of a command that ends mini-swe-agent."""
 
 
 class ScriptModel(BaseModel):

@@ -96,11 +96,11 @@ LoginState = Literal["ready", "refreshable", "expired", "unreadable", "missing"]
 
 
 class LoginRefused(Exception):
-    """A login cannot be used. `passing`: a retry may help."""
+    """A login cannot be used. `retryable`: a retry may help."""
 
-    def __init__(self, message: str, *, passing: bool = False) -> None:
+    def __init__(self, message: str, *, retryable: bool = False) -> None:
         super().__init__(message)
-        self.passing = passing
+        self.retryable = retryable
 
 
 LoginRequest = tuple[str, CIMultiDict[str], bytes]
@@ -252,7 +252,7 @@ class Login(ABC):
                 await self._read_or_refresh(send)
         except OSError as error:
             message = f"the login of {self.title} could not be refreshed: {error or type(error).__name__}"
-            raise LoginRefused(message, passing=True) from None
+            raise LoginRefused(message, retryable=True) from None
 
     async def _read_or_refresh(self, send: Send) -> None:
         document, tokens = self._read()
@@ -305,7 +305,7 @@ class Login(ABC):
         if status != 200 or not isinstance(reply.get("access_token"), str):
             why = refusal_text(reply, status)
             if status >= 500 or status in (408, 429):
-                raise LoginRefused(f"the login of {self.title} could not be refreshed: {why}", passing=True)
+                raise LoginRefused(f"the login of {self.title} could not be refreshed: {why}", retryable=True)
             raise LoginRefused(f"the login of {self.title} could not be refreshed ({why}); run: {self.command}")
         self._tokens = await asyncio.to_thread(self._save, document, reply)
 

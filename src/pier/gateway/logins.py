@@ -192,7 +192,7 @@ class GeminiLogin(Login):
         if status == 200 and found:
             return found
         why = refusal_text(reply, status) if status != 200 else "the account is not set up yet"
-        raise LoginRefused(f"Code Assist gave no project ({why}); run: {self.command}", passing=status >= 500)
+        raise LoginRefused(f"Code Assist gave no project ({why}); run: {self.command}", retryable=status >= 500)
 
     def unwrapper(self, *, stream: bool) -> Unwrapper | None:
         return Unwrapper(stream=stream)

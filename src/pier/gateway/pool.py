@@ -186,14 +186,14 @@ def _abort(connection: Connection | None) -> None:
 
 
 class NoAnswer(Exception):
-    """A request got no answer. `passing`: the provider did not process it, so it may be sent again; `stale`: the
+    """A request got no answer. `retryable`: the provider did not process it, so it may be sent again; `stale`: the
     provider had closed the kept connection already."""
 
     def __init__(self, error: Exception, *, reused: bool) -> None:
         super().__init__(str(error) or type(error).__name__)
         self.timed_out = isinstance(error, TimeoutError)
         lasting = (HttpProcessingError, ClientConnectorCertificateError, ValueError, TimeoutError)
-        self.passing = isinstance(error, ConnectionTimeoutError) or not isinstance(error, lasting)
+        self.retryable = isinstance(error, ConnectionTimeoutError) or not isinstance(error, lasting)
         self.hung_up = isinstance(error, ServerDisconnectedError) and isinstance(error.message, str)
         """The connection was closed without an answer."""
         self.stale = reused and (self.hung_up or isinstance(error, ClientOSError))

@@ -58,8 +58,8 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
     try:
         with await x.upstreams.ask(out, x.record) as answer:
             x.turn.spend()
-            passing = _stream if x.stream else _whole
-            return await passing(x, answer, extras, Scrubber(*target.provider.secrets), keeps_tokens)
+            deliver = _stream if x.stream else _whole
+            return await deliver(x, answer, extras, Scrubber(*target.provider.secrets), keeps_tokens)
     except UpstreamFailed as failed:
         return await x.fail(failed.status, failed.message, failed.kind, failed.body, fault=failed.fault)
 
@@ -175,7 +175,7 @@ async def next_chunk(answer: Answer, scrub: Scrubber) -> bytes:
                 return clean
         return scrub.rest()
     except TimeoutError:
-        raise MalformedAnswer("the provider stopped sending in the middle of its answer") from None
+        raise MalformedAnswer("the provider was silent in the middle of its answer") from None
     except OSError as error:
         raise MalformedAnswer(f"the provider's stream was cut off: {error}") from None
 

@@ -39,7 +39,7 @@ _BEGINNING = 512
 
 @dataclass(eq=False)
 class UpstreamFailed(Exception):
-    """There is no answer. `body` is the provider's error in its dialect, if it sent one. `passing`: a retry may help,
+    """There is no answer. `body` is the provider's error in its dialect, if it sent one. `retryable`: a retry may help,
     after the pause that was `asked` for; `stale`: the provider had closed the kept connection already."""
 
     status: int
@@ -47,7 +47,7 @@ class UpstreamFailed(Exception):
     kind: ErrorKind
     body: bytes | None = None
     fault: Fault = "provider"
-    passing: bool = False
+    retryable: bool = False
     asked: float | None = None
     stale: bool = False
     source: Literal["api", "front"] | None = None
@@ -156,7 +156,7 @@ class Upstreams:
             return await self._attempt(out, record)
         except UpstreamFailed as failed:
             wait = 0.0 if failed.stale else None
-            if failed.passing and not failed.stale:
+            if failed.retryable and not failed.stale:
                 limited = failed.fault == "rate_limit"
                 wait = self.retry.pause(attempt, time.monotonic() - began, failed.asked, limited=limited)
             plain = out.without(failed) if wait is None else None
@@ -199,14 +199,14 @@ class Upstreams:
                 status,
                 message,
                 kind_of_status(status),
-                passing=error.passing,
+                retryable=error.retryable,
                 stale=error.stale,
                 source="front" if error.hung_up else None,
             ) from None
         except LoginRefused as error:
             # 400, since some agents treat 401 as transient and retry for minutes
-            status = 503 if error.passing else 400
-            raise UpstreamFailed(status, str(error), "authentication", passing=error.passing) from None
+            status = 503 if error.retryable else 400
+            raise UpstreamFailed(status, str(error), "authentication", retryable=error.retryable) from None
         if answer.status >= 300:
             raw = await answer.read_short(MAX_ANSWER)
             raise _failure(answer, raw, _decoded(raw), out, record)
@@ -252,8 +252,8 @@ def _failure(answer: Answer, raw: bytes, error: object, out: Outgoing, record: C
     message = message or f"{out.provider.name} answered {answer.status}"
     body = raw if isinstance(_decoded(raw), dict) and failure.status == answer.status else None
     source = "api" if error_in(error) is not None else "front"
-    passing, asked = failure.passing, failure.asked
-    return UpstreamFailed(failure.status, message, kind, body, failure.fault, passing, asked, source=source)
+    retryable, asked = failure.retryable, failure.asked
+    return UpstreamFailed(failure.status, message, kind, body, failure.fault, retryable, asked, source=source)
 
 
 async def _look_ahead(answer: Answer, out: Outgoing, record: CallRecord) -> None:
@@ -310,7 +310,7 @@ async def read_answer(answer: Answer, hear: Callable[[bytes], None] | None = Non
             if len(whole) > MAX_ANSWER:
                 raise UpstreamFailed(502, f"the provider's answer is larger than {MAX_ANSWER} bytes", "server")
     except TimeoutError:
-        raise UpstreamFailed(504, "the provider stopped sending in the middle of its answer", "timeout") from None
+        raise UpstreamFailed(504, "the provider was silent in the middle of its answer", "timeout") from None
     except OSError as error:
         raise UpstreamFailed(502, f"the provider's answer was cut off: {error}", "server") from None
     return bytes(whole)

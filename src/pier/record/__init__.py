@@ -1,4 +1,4 @@
-"""Recordings of model calls: the writer, the reader, and redaction."""
+"""Recordings of model calls: the writer and the reader."""
 
 from dataclasses import dataclass
 

@@ -66,11 +66,11 @@ _STORED = frozenset({"file_id", "fileUri", "file_uri", "vector_store_ids"})
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The classification of an error answer. `passing`: a retry may help; `asked`: the pause that was requested."""
+    """The classification of an error answer. `retryable`: a retry may help; `asked`: the pause that was requested."""
 
     fault: Fault
     status: int
-    passing: bool = False
+    retryable: bool = False
     asked: float | None = None
 
 
