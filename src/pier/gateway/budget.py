@@ -88,8 +88,6 @@ BudgetStop = Literal[
 
 
 class Limit(NamedTuple):
-    """A limit that is used up."""
-
     reason: BudgetStop
     description: str
 
@@ -187,7 +185,6 @@ class Meter:
         self.wake()
 
     def wake(self) -> None:
-        """Wake all calls that wait for a change."""
         watching, self._watching = self._watching, []
         for future in watching:
             if not future.done():
@@ -302,7 +299,6 @@ class Limiter:
         """Times of the last requests of the sessions that use the provider."""
 
     def forget(self, session: Hashable) -> None:
-        """Remove an ended session."""
         self._pauses.pop(session, None)
         self._recent.pop(session, None)
 

@@ -61,7 +61,6 @@ class Caller:
 
     @property
     def started(self) -> bool:
-        """Whether an answer has begun."""
         return self.request.started
 
     @property
@@ -85,7 +84,6 @@ class Caller:
         )
 
     def streams(self, body: Body) -> bool:
-        """Whether the answer is to be streamed."""
         return self.route.stream if self.route.stream is not None else bool(body.value.get("stream"))
 
     def facts(self) -> dict[str, Any]:
@@ -106,7 +104,6 @@ class Caller:
     async def reply(
         self, status: int, body: bytes, headers: Mapping[str, str] | None = None, *, close: bool = False
     ) -> None:
-        """Send a whole answer."""
         kept = _kept(headers, ("Content-Type", "application/json"))
         self.request.reply(status, kept, body, close=close)
 
@@ -117,7 +114,6 @@ class Caller:
         return dump(self.dialect.error_body(status, message, kind))
 
     def start(self, status: int, headers: Mapping[str, str] | None = None) -> None:
-        """Begin a streamed answer."""
         self.request.start(status, _kept(headers, *_OF_STREAMS))
 
 

@@ -250,7 +250,6 @@ class Connection(asyncio.Protocol):
             await asyncio.shield(self._drained)
 
     def hold(self) -> None:
-        """Pause reading."""
         if not self._held:
             self._held = True
             self.transport.pause_reading()

@@ -120,7 +120,6 @@ class Unwrapper:
         return b"".join(self._event(event) for event in events_of(self._framer.feed(data)))
 
     def rest(self) -> bytes:
-        """The rest of the answer, at its end."""
         if self._framer is not None:
             torn, self._framer = self._framer.rest, Framer()
             return torn

@@ -143,8 +143,6 @@ class Histogram:
 
 
 class GatewayMetrics(Collector):
-    """The metrics of one gateway."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -219,8 +217,6 @@ class GatewayMetrics(Collector):
 
 @dataclass(slots=True)
 class MeasuredRecord(CallRecord):
-    """One generation, measured."""
-
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     facts: Mapping[str, Any] = field(default_factory=dict)
     clock: CallClock = field(default_factory=lambda: CLOCK.get() or CallClock())

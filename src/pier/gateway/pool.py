@@ -51,8 +51,6 @@ _CONNECT = ClientTimeout(total=None, sock_connect=30)
 
 
 class ConnectionPool:
-    """The connections of one gateway to all providers."""
-
     def __init__(self, silence: float) -> None:
         self._silence = silence
         """Seconds without a byte after which a read from a provider times out."""

@@ -166,13 +166,11 @@ class HttpRequest:
         return plain
 
     def reply(self, status: int, fields: Fields, body: bytes, *, close: bool = False) -> None:
-        """Send a whole answer."""
         head = self._head(status, [*fields, ("Content-Length", str(len(body)))], close)
         self.finished = True
         self._connection.transport.write(head if self.method == "HEAD" else head + body)
 
     def start(self, status: int, fields: Fields) -> None:
-        """Begin a streamed answer."""
         self.chunked = self.minor == 1
         more = [("Transfer-Encoding", "chunked")] if self.chunked else []
         self._connection.transport.write(self._head(status, [*fields, *more], close=not self.chunked))
@@ -183,7 +181,6 @@ class HttpRequest:
         return self._connection.full
 
     def send(self, data: bytes) -> None:
-        """Send a piece of a streamed answer."""
         self._connection.check()
         if framed := self._framed(data):
             self._connection.transport.write(framed)

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 
 class Answerer(Protocol):
-    """A kind of upstream."""
-
     @property
     def model(self) -> str:
         """The name for the agent."""
@@ -104,8 +102,6 @@ class ByProvider:
 
 @dataclass(frozen=True, slots=True)
 class ByPolicy:
-    """A callable in this process."""
-
     policy: Policy
     model: str
     owner: object = None

@@ -102,8 +102,6 @@ class Outgoing:
 
 @dataclass
 class Upstreams:
-    """Sends the requests of one gateway to its providers."""
-
     retry: Retry = field(default_factory=Retry)
     silence: float = 900.0
     """Seconds without a byte after which a read from an upstream times out."""

@@ -121,7 +121,6 @@ class Call:
 
     @property
     def body(self) -> bytes:
-        """The request's body as the agent sent it."""
         return b"".join(self.pieces)
 
     @cached_property

@@ -312,7 +312,6 @@ class CallRecord:
         """Hook for metrics: called for each line of the call before it is written, even if nothing is recorded."""
 
     def edited(self, edits: list[Mapping[str, Any]]) -> None:
-        """Record the gateway's changes in the request."""
         self.notice("edits", {"edits": edits})
         if edits:
             self._write("edits", {"edits": edits})

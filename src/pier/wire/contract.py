@@ -206,6 +206,9 @@ class Dialect:
         """The path of this call, including the query."""
         return self.path
 
+    def request_path(self, request: Request) -> str:
+        return self.generate_path(request.model, request.stream)
+
     def count_path(self, model: str) -> str | None:
         return self.counting_path
 

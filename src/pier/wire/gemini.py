@@ -652,7 +652,6 @@ class Gemini(Dialect):
 
 
 def read_part(part: Mapping[str, Any]) -> list[Any]:
-    """Parse a part of an answer."""
     if isinstance(part.get("functionCall"), dict):
         return [parse_call(part["functionCall"], part.get("thoughtSignature"))]
     return list(parse_part(part))

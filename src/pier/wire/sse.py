@@ -209,7 +209,6 @@ class EventParser:
         return self._open is not None and type(self._open[1]) is type(part)
 
     def _grow(self, text: str, signature: str | None = None) -> Iterator[Delta]:
-        """Append to the open part."""
         if self._open is None:
             raise ValueError("a delta outside of any part")
         if text or signature:
@@ -273,7 +272,6 @@ class EventRenderer:
         raise NotImplementedError
 
     def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
-        """The error event that ends this stream."""
         return sse(self.dialect.error_body(status, message, kind))
 
     def _more(self, text: str) -> bytes:
@@ -294,7 +292,6 @@ class EventRenderer:
         raise NotImplementedError
 
     def _end_part(self) -> bytes:
-        """End the open part."""
         return b""
 
     def _end(self, end: TurnEnd) -> bytes:

@@ -315,7 +315,7 @@ class Translation:
 
     @property
     def path(self) -> str:
-        return self.dialect.generate_path(self.request.model, self.request.stream)
+        return self.dialect.request_path(self.request)
 
     def turn(self, turn: Turn) -> Turn:
         """Convert the upstream's answer for the agent, and remember it for the next call."""
