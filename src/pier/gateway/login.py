@@ -28,7 +28,7 @@ from multidict import CIMultiDict
 from pier.errors import UsageError
 from pier.files import write_json
 from pier.wire.turn import DialectName
-from pier.wire.values import load
+from pier.wire.values import json_object
 
 if TYPE_CHECKING:
     from pier.gateway.logins import Unwrapper
@@ -333,14 +333,6 @@ async def _finish(renewal: Coroutine[Any, Any, None]) -> None:
         task.exception()
         raise asyncio.CancelledError
     task.result()
-
-
-def json_object(raw: bytes) -> dict[str, Any]:
-    try:
-        value = load(raw)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def refusal_text(reply: Mapping[str, Any], status: int) -> str:

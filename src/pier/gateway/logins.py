@@ -23,11 +23,11 @@ from pier.gateway.login import (
     LoginStatus,
     LoginTokens,
     Send,
-    json_object,
     lock_directory,
     refusal_text,
 )
 from pier.wire.sse import Framer, data_of, events_of, sse
+from pier.wire.values import json_object
 
 
 class ClaudeLogin(Login):

@@ -22,6 +22,7 @@ from pier.tree import Tree, find_files, open_regular
 from pier.wire.body import count_values
 from pier.wire.sse import Framer, data_of, events_of, name_of
 from pier.wire.turn import Usage
+from pier.wire.values import json_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +127,7 @@ class Call:
     @cached_property
     def request(self) -> Mapping[str, Any]:
         """The request's body, parsed; empty when it is not a JSON object."""
-        try:
-            value = json.loads(self.body)
-        except ValueError:
-            return {}
-        return value if isinstance(value, dict) else {}
+        return json_object(self.body)
 
     @property
     def answer(self) -> RecordedAnswer | None:

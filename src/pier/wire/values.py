@@ -69,6 +69,15 @@ def load(raw: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def json_object(raw: str | bytes) -> dict[str, Any]:
+    """Parse a JSON object; empty for anything else."""
+    try:
+        value = load(raw)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def fresh_id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
 
