@@ -13,7 +13,7 @@ ROLE = {"system": 256, "user": 257, "assistant": 258}
 END = 259
 VOCABULARY = 260
 
-Play = Sequence[Turn | Exception] | Callable[[Request], Turn]
+Play = Sequence[Turn | BaseException] | Callable[[Request], Turn]
 
 
 def spelled(message: Message) -> list[int]:
@@ -87,6 +87,6 @@ class BytePolicy:
         else:
             turn = self.play[min(self._used, len(self.play) - 1)]
             self._used += 1
-        if isinstance(turn, Exception):
+        if isinstance(turn, BaseException):
             raise turn
         return turn if turn.tokens else replace(turn, tokens=tokens_of(request, turn))

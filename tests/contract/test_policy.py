@@ -155,6 +155,7 @@ def with_tokens(*facts: Any) -> Turn:
     [
         (ValueError("no weights"), "the policy raised ValueError: no weights"),
         (KeyError("x"), "the policy raised KeyError"),
+        (GeneratorExit("enough"), "the policy raised GeneratorExit: enough"),
         (with_tokens((1,), (1, 2), (-0.1,)), "2 token ids and 1 log-probs"),
         (with_tokens((1,), (1, 999), (-0.1, -0.2)), "token id 999: expected 0 to 259"),
         (with_tokens((-1,), (1,), (-0.1,)), "token id -1"),
@@ -207,6 +208,9 @@ async def test_a_policy_that_gives_something_else_or_nothing() -> None:
     async def hangs(request: Request) -> Any:
         await asyncio.sleep(60)
 
+    async def exhausted(request: Request) -> Any:
+        raise StopAsyncIteration
+
     async def refuses(request: Request) -> Any:
         raise ModelFailed("too long", status=400, kind="context_length")
 
@@ -235,6 +239,7 @@ async def test_a_policy_that_gives_something_else_or_nothing() -> None:
             (hangs, 502, "silent for 0.2 s"),
             (refuses, 400, "too long"),
             (cancelled, 502, "the policy was cancelled"),
+            (exhausted, 502, "the policy raised StopAsyncIteration"),
             (text, 502, "gave a turn with a str: expected parts"),
             (array, 502, "gave tokens as a array: expected a tuple"),
             (words, 502, "gave a str in its stream: expected a Delta"),

@@ -24,7 +24,7 @@ from pier.trajectory.model import Trajectory, read
 from pier.trajectory.native.convert import READERS, find_sessions, trajectory_of
 from pier.trajectory.rules import validate_file
 from pier.wire.dialects import DIALECTS
-from pier.wire.relayed import passed_headers
+from pier.wire.headers import passed_headers
 from tests.agent_rig import FOUR, PACKS, ROOT, need_pack
 from tests.busybox import add_program, add_python, busybox_image
 from tests.engine import Engine, engine, missing

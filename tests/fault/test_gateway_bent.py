@@ -17,7 +17,6 @@ from pier.gateway import Gateway
 from pier.record import About, reader
 from pier.trajectory.derive import write_trajectory
 from pier.wire.dialects import DIALECTS, BadRequest, BadResponse, recognise
-from pier.wire.gemini import ArrayReader
 from pier.wire.turn import (
     Media,
     Message,
@@ -227,17 +226,19 @@ async def test_providers_that_send_anything_are_relayed_or_blamed(
 
 
 def test_a_stream_as_an_array_is_read_once_however_it_is_cut() -> None:
-    items = [{"a": 'x\\"{}[]\n\u00e9\N{PILE OF POO}' * number, "b": [{"c": {}}]} for number in range(20)]
+    texts = ['x\\"{}[]\n\u00e9\N{PILE OF POO}' * number for number in range(20)]
+    items = [{"candidates": [{"content": {"parts": [{"text": text}]}}], "b": [{"c": {}}]} for text in texts]
     raw = json.dumps(items, ensure_ascii=False, indent=1).encode()
     for size in (1, 2, 3, 7, 1000, len(raw)):
-        array = ArrayReader()
-        found = [text for at in range(0, len(raw), size) for text in array.feed(raw[at : at + size])]
-        assert list(map(json.loads, found)) == items
+        parser = DIALECTS["gemini"].stream_parser()
+        deltas = [delta for at in range(0, len(raw), size) for delta in parser.feed(raw[at : at + size])]
+        assert TurnBuilder().extend([*deltas, *parser.close()]).turn().text == "".join(texts)
 
     def seconds(*pieces: bytes) -> float:
-        array, began = ArrayReader(), time.process_time()
+        parser, began = DIALECTS["gemini"].stream_parser(), time.process_time()
         for piece in pieces:
-            array.feed(piece)
+            parser.feed(piece)
+        parser.close()
         return time.process_time() - began
 
     small, large = seconds(b"[" + b"{}," * 20_000), seconds(b"[" + b"{}," * 400_000)

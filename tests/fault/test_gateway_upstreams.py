@@ -446,10 +446,10 @@ async def test_a_body_that_only_the_provider_can_read(client: str, tmp_path: Pat
 
 
 class StuckReader(Exchange):
-    """An exchange whose agent takes the first sign of life only after a while."""
+    """An exchange whose agent reads the first keep-alive only after a while."""
 
     def __init__(self) -> None:
-        self.sign_of_life, self.caller = b"sign", SimpleNamespace(request=self, started=True)
+        self.keep_alive_bytes, self.caller = b"sign", SimpleNamespace(request=self, started=True)
         self._keep_alive, self._last_write = 0.01, 0.0
         self.signs, self.full = 0, False
 
@@ -461,7 +461,7 @@ class StuckReader(Exchange):
 async def test_an_agent_that_reads_late_still_gets_signs_of_life() -> None:
     stuck = StuckReader()
     async with asyncio.timeout(60):
-        stuck._show_life(asyncio.get_running_loop())
+        stuck._send_keep_alive(asyncio.get_running_loop())
         await asyncio.sleep(0.1)
         assert stuck.signs == 1
         stuck.full = False

@@ -16,10 +16,10 @@ from aiohttp import web
 
 from pier.gateway import Gateway
 from pier.gateway.budget import Budget
-from pier.record.redact import redacted_path
 from pier.trajectory.calls import generations_of, key_of
 from pier.trajectory.lineage import how_work_ended
 from pier.wire.dialects import DIALECTS, Route, recognise
+from pier.wire.headers import redacted_path
 from pier.wire.translate import translate
 from pier.wire.turn import Message, Text
 from tests.gateway_fakes import HELLO, PATHS, fake_provider, post, replies, request_body, says

@@ -24,7 +24,7 @@ from pier.network.sniff import Disagreement, Sniffer
 from pier.record import reader as recording
 from pier.wire.checks import REMOVED, close_book
 from pier.wire.dialects import DIALECTS
-from pier.wire.relayed import passed_headers
+from pier.wire.headers import passed_headers
 from tests import vhosts
 from tests.attacks import ATTACKS
 from tests.gateway_fakes import PATHS, fake_provider, post, request_body

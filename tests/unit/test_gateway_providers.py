@@ -11,9 +11,9 @@ import pytest
 from pier.errors import UsageError
 from pier.gateway.budget import Budget, Meter, Reservation, Retry
 from pier.gateway.providers import Directory, Provider, at_address
-from pier.record.redact import Scrubber, redacted, redacted_path
 from pier.wire.body import parse
 from pier.wire.faults import retry_after
+from pier.wire.headers import Scrubber, redacted, redacted_path
 from pier.wire.relayed import Extras, ask
 from pier.wire.turn import Usage, cost_of, is_priced
 

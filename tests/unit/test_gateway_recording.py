@@ -97,6 +97,13 @@ def test_a_body_of_any_bytes_comes_back(tmp_path: Path) -> None:
     assert call.request == {}
 
 
+def test_a_request_nested_too_deeply_is_read_as_an_empty_one(tmp_path: Path) -> None:
+    recorder, raw = make(tmp_path / "calls.jsonl"), b'{"messages": ' + b"[" * 200_000
+    recorder.call(FACTS, raw).end("error", 400)
+    (call,) = recording.read(tmp_path / "calls.jsonl").calls
+    assert (call.body, call.request) == (raw, {})
+
+
 def test_size_grows_with_what_is_new(tmp_path: Path) -> None:
     recorder = make(tmp_path / "calls.jsonl")
     tools = [{"name": f"tool{n}", "description": "d" * 2000} for n in range(20)]

@@ -26,7 +26,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the parts on first use, so that readers of recordings need no HTTP stack."""
+    """Import on first use, so that readers of recordings do not load the HTTP stack."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

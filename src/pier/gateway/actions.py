@@ -1,4 +1,4 @@
-"""What a script wants done, as calls of the tools that an agent offers, or in the text form of one that offers none."""
+"""Scripted actions as calls of the agent's tools, or as text in the format of an agent without tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from pier.wire.turn import ModelFailed, Part, Request, Text, Tool, ToolCall
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-"""mini-swe-agent ends when a command prints this."""
+"""The output of a command that ends mini-swe-agent."""
 
 
 class ScriptModel(BaseModel):
@@ -34,19 +34,22 @@ class ScriptedEdit(ScriptModel):
 
 
 class ScriptedCall(ScriptModel):
-    """A tool by its own name, for scripts made for one agent."""
+    """A call of a tool by name, for scripts made for one agent."""
 
     name: str
     arguments: dict[str, Any] | str = {}
 
 
 Action = str | Write | ScriptedEdit | ScriptedCall
+_NamedCall = tuple[str, dict[str, Any]]
+"""The name and arguments of a call."""
 Form = Literal["fenced", "keystrokes", "blocks"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
-    """How tools for one purpose look: known names, best first, and the fields that carry each value."""
+class _Purpose:
+    """Tools for one purpose: known names, preferred ones first, the possible fields of each value, and a name pattern
+    for unknown tools."""
 
     names: tuple[str, ...]
     fields: tuple[tuple[str, ...], ...]
@@ -54,7 +57,7 @@ class _Shape:
 
 
 _PATHS = ("file_path", "filePath", "path", "absolute_path", "target_file", "filename", "file")
-_SHELL = _Shape(
+_SHELL = _Purpose(
     names=(
         *("bash", "shell", "exec_command", "run_shell_command", "execute_bash", "execute_command", "run_command"),
         *("developer__shell", "terminal", "execute", "run_commands", "run_terminal_cmd", "run_in_terminal", "exec"),
@@ -63,12 +66,12 @@ _SHELL = _Shape(
     fields=(("command", "cmd", "commands", "script", "bash_command"),),
     hint=r"shell|bash|terminal|command",
 )
-_WRITE = _Shape(
+_WRITE = _Purpose(
     names=("write", "write_file", "create_file", "writefile", "create", "save", "write_to_file"),
     fields=(_PATHS, ("content", "contents", "file_text", "text", "file_content")),
     hint=r"write|create",
 )
-_EDIT = _Shape(
+_EDIT = _Purpose(
     names=("edit", "replace", "edit_file", "str_replace", "strreplacefile", "search_replace", "multi_edit"),
     fields=(
         _PATHS,
@@ -87,7 +90,7 @@ def _prompt(request: Request) -> str:
 
 
 def text_form(request: Request) -> Form | None:
-    """The form in which an agent without tools takes commands from the model's text; None if it shows no such form."""
+    """The format in which an agent without tools reads commands from the model's text; None for other agents."""
     if request.tools:
         return None
     prompt = _prompt(request)
@@ -99,7 +102,7 @@ def text_form(request: Request) -> Form | None:
 
 
 def perform(request: Request, text: str, actions: list[Action], finish: bool, label: str) -> list[Part]:
-    """The parts of an answer that says `text` and does `actions`, or finishes."""
+    """The parts of an answer with `text` and `actions`, or the end of the agent's work."""
     form = text_form(request)
     if form is not None:
         return [Text(_as_text(form, request, text, actions, finish))]
@@ -141,11 +144,11 @@ def _tool_call(tools: tuple[Tool, ...], action: Action) -> tuple[str, dict[str, 
 
 
 _SUBSTITUTION = re.compile(r"`|[$<>]\(")
-"""Gemini CLI takes these for an injection and refuses the command, quoted or not."""
+"""Gemini CLI refuses commands with these as injections, even if they are quoted."""
 
 
-def _write_call(tools: tuple[Tool, ...], action: Write) -> tuple[str, dict[str, Any]] | None:
-    """A file through the shell, which every agent allows at any path; else, or if it might be refused, by a tool."""
+def _write_call(tools: tuple[Tool, ...], action: Write) -> _NamedCall | None:
+    """Write a file by a shell command, which works at any path; or by a tool if there is no shell or it may refuse."""
     by_shell = _call_like(tools, _SHELL, (_write_command(action),))
     if by_shell and not (_SUBSTITUTION.search(action.content) and action.path.startswith("/")):
         return by_shell
@@ -154,19 +157,19 @@ def _write_call(tools: tuple[Tool, ...], action: Write) -> tuple[str, dict[str, 
     return by_tool or by_shell
 
 
-def _call_like(tools: tuple[Tool, ...], shape: _Shape, values: tuple[str, ...]) -> tuple[str, dict[str, Any]] | None:
-    """The best tool of this shape, called with `values`: a known name first, else one that looks like it."""
+def _call_like(tools: tuple[Tool, ...], purpose: _Purpose, values: tuple[str, ...]) -> _NamedCall | None:
+    """A call with `values` of the best tool for this purpose: by a known name, else by the name pattern."""
 
     def rank(tool: Tool) -> int:
         name = tool.name.lower()
-        return shape.names.index(name) if name in shape.names else len(shape.names)
+        return purpose.names.index(name) if name in purpose.names else len(purpose.names)
 
     def looks_like(tool: Tool) -> bool:
-        return tool.name.lower() in shape.names or re.search(shape.hint, tool.name, re.IGNORECASE) is not None
+        return tool.name.lower() in purpose.names or re.search(purpose.hint, tool.name, re.IGNORECASE) is not None
 
     for tool in sorted((tool for tool in tools if tool.kind == "function" and looks_like(tool)), key=rank):
         properties = (tool.schema or {}).get("properties") or {}
-        named = [field for fields in shape.fields for field in [name for name in fields if name in properties][:1]]
+        named = [field for fields in purpose.fields for field in [name for name in fields if name in properties][:1]]
         if len(named) == len(values):
             pairs = zip(named, values, strict=True)
             return tool.name, _complete(tool, {name: _typed(properties[name], name, value) for name, value in pairs})
@@ -180,7 +183,7 @@ def _typed(schema: Any, field: str, value: str) -> Any:
     return value
 
 
-def _by_editor(tools: tuple[Tool, ...], command: str, **values: str) -> tuple[str, dict[str, Any]] | None:
+def _by_editor(tools: tuple[Tool, ...], command: str, **values: str) -> _NamedCall | None:
     for tool in tools:
         if tool.name.lower() in _EDITORS:
             return tool.name, _complete(tool, {"command": command, **values})
@@ -190,12 +193,12 @@ def _by_editor(tools: tuple[Tool, ...], command: str, **values: str) -> tuple[st
 _SAFE_VALUES = ("low", "sync", "safe", "none", "auto", "default")
 
 
-def _complete(tool: Tool, given: dict[str, Any]) -> dict[str, Any]:
-    """`given`, with a harmless value for everything else that the tool requires."""
+def _complete(tool: Tool, arguments: dict[str, Any]) -> dict[str, Any]:
+    """`arguments`, with harmless values for all other required fields of the tool."""
     schema = tool.schema or {}
     properties = schema.get("properties") or {}
-    missing = [name for name in schema.get("required") or () if name not in given]
-    return {**given, **{name: _safe_value(properties.get(name)) for name in missing}}
+    missing = [name for name in schema.get("required") or () if name not in arguments]
+    return {**arguments, **{name: _safe_value(properties.get(name)) for name in missing}}
 
 
 def _safe_value(schema: Any) -> Any:
@@ -210,8 +213,8 @@ def _safe_value(schema: Any) -> Any:
     return plain.get(kind, "As the script says")
 
 
-def _ending(request: Request, text: str) -> tuple[str, dict[str, Any]] | None:
-    """The call that ends agents which do not end on plain text."""
+def _ending(request: Request, text: str) -> _NamedCall | None:
+    """The call that ends the work of agents that do not end on plain text."""
     prompt = _prompt(request)
     if SUBMIT in prompt:
         return _call_like(request.tools, _SHELL, (f"echo {SUBMIT}",))
@@ -271,7 +274,7 @@ def _as_text(form: Form, request: Request, text: str, actions: list[Action], fin
 
 
 def _as_block(action: Action) -> str:
-    """An edit as aider reads it; a command as it shows one."""
+    """An edit, or a command, in the format of aider."""
     match action:
         case Write(path=path, content=content):
             old, new = "", content

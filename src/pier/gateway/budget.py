@@ -1,13 +1,13 @@
-"""What a session, or a whole job, may use, and what it has used.
+"""Limits on what a session, or a whole job, may use, and meters of its use.
 
-A turn is reserved before its generation starts, spent when that begins to come, and given back when the upstream failed
-to give one. A call for which every turn is reserved waits to see what becomes of them, so a budget of N turns means
-exactly N generations, also with calls in parallel. Tokens and money are known only after a turn: no call begins once
-the line is crossed, and those under way go on.
+A turn is reserved before its generation starts, spent when the answer begins, and released if the upstream fails. While
+all turns are reserved, further calls wait for the outcome, so a budget of N turns means exactly N generations, also
+with parallel calls. Tokens and money are known only after a turn: no call begins once a limit is exceeded, and calls in
+progress continue.
 
-A `Limiter` is shared by all sessions that use a provider with the same key. When the provider says "later", all calls
-of the session wait, not only the one that got this answer; and all sessions wait when it says so to most of them.
-`CallClock` keeps the time that a call spends in such waits, for metrics.
+A `Limiter` is shared by all sessions that use a provider with the same key. When the provider asks for a pause, all
+calls of that session wait, and those of all sessions if most of them were asked. `CallClock` measures the time that a
+call spends in such waits, for metrics.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pier.wire.turn import Usage
 
 @dataclass(slots=True)
 class CallClock:
-    """Moments of one call, by the monotonic clock. `waited` is time given to limits and pauses before retries."""
+    """Measurements of one call. `waited` is the time spent on limits and pauses before retries, in seconds."""
 
     began: float = field(default_factory=time.monotonic)
     waits: int = 0
@@ -42,7 +42,7 @@ CLOCK: ContextVar[CallClock | None] = ContextVar("pier_gateway_clock", default=N
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """The time in which the current call stands still because of a limit."""
+    """Measure the time in which the current call waits for a limit."""
     clock, began = CLOCK.get(), time.monotonic()
     try:
         yield
@@ -53,19 +53,19 @@ def waiting() -> Iterator[None]:
 
 
 async def pause(seconds: float) -> None:
-    """Sleep because of a limit."""
+    """Sleep, measured as a wait for a limit."""
     with waiting():
         await asyncio.sleep(seconds)
 
 
 _TIMER_SLACK = 0.002
-"""A timer may be early by this many seconds."""
+"""Seconds by which a timer may be early."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits; None means unlimited. `wall_time` is in seconds from the first call on. `requests_per_minute` slows down,
-    the others end the session."""
+    """Limits; None means unlimited. `wall_time` is in seconds from the first call. `requests_per_minute` delays calls,
+    all others end the session."""
 
     turns: int | None = None
     input_tokens: int | None = None
@@ -84,18 +84,16 @@ class Budget:
 BudgetStop = Literal[
     "max_turns", "max_input_tokens", "max_output_tokens", "max_tokens", "max_cost", "max_time", "stopped"
 ]
-"""Why a session gives no further turn: a limit of its budget by name, or another reason."""
+"""The reason why a session gives no further turn: the name of a budget's limit, or another one."""
 
 
 class Limit(NamedTuple):
-    """A limit that is used up, by name and as a description."""
-
     reason: BudgetStop
     description: str
 
 
 class Reservation:
-    """The turn of one call, as a context manager: once reserved it is given back unless `spend` was called, since an
+    """The turn of one call, as a context manager: a reserved turn is released unless `spend` was called, since an
     upstream that fails costs nothing."""
 
     def __init__(self, meters: tuple[Meter, ...]) -> None:
@@ -110,7 +108,7 @@ class Reservation:
         self._settle(spent=False)
 
     def reserve(self) -> Meter | None:
-        """Hold one turn of each meter; None if that was possible, else a meter whose turns are all taken or held."""
+        """Reserve one turn of each meter and return None, or return a meter whose turns are all spent or reserved."""
         for meter in self._meters:
             if meter.is_full:
                 return meter
@@ -120,7 +118,7 @@ class Reservation:
         return None
 
     def spend(self) -> None:
-        """The upstream began to answer."""
+        """Spend the turn: the upstream began to answer."""
         self.spent = True
         self._settle(spent=True)
 
@@ -141,7 +139,7 @@ class Reservation:
         return any(meter.budget.counts_tokens for meter in self._meters)
 
     def guess(self, input_tokens: int, output_tokens: int, cost: float) -> None:
-        """Count what a provider may have charged for a call that the agent gave up before its usage came."""
+        """Count the estimated charge for a call that the agent cancelled before its usage was known."""
         for meter in self._meters:
             meter.guessed = Guess(
                 meter.guessed.input_tokens + input_tokens,
@@ -151,7 +149,7 @@ class Reservation:
 
 
 class Guess(NamedTuple):
-    """Estimated use, which counts against limits and is reported nowhere."""
+    """Estimated use, which counts against limits but is not reported."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -159,14 +157,14 @@ class Guess(NamedTuple):
 
 
 class Meter:
-    """What was used of one budget. Several sessions may share one, next to their own."""
+    """The use of one budget. Sessions may share one in addition to their own."""
 
     def __init__(self, budget: Budget = Budget(), *, owner: str = "session") -> None:  # noqa: B008 - it is frozen
         self.budget = budget
         self.owner = owner
         self.turns = 0
         self.held = 0
-        """Turns that are reserved and may yet be given back; `turns` does not count them."""
+        """Number of reserved turns, which may be released; `turns` does not include them."""
         self.input_tokens = 0
         self.output_tokens = 0
         self.cost_usd = 0.0
@@ -177,24 +175,23 @@ class Meter:
 
     @property
     def is_full(self) -> bool:
-        """Whether each turn is spent or held."""
+        """Whether all turns are spent or reserved."""
         return self.budget.turns is not None and self.turns + self.held >= self.budget.turns
 
     def settle(self, *, spent: bool) -> None:
-        """One turn is no longer held."""
+        """Spend or release a reserved turn."""
         self.held -= 1
         self.turns += spent
         self.wake()
 
     def wake(self) -> None:
-        """Let all who wait for a change look again."""
         watching, self._watching = self._watching, []
         for future in watching:
             if not future.done():
                 future.set_result(None)
 
     async def change(self) -> None:
-        """Wait until a held turn is spent or given back."""
+        """Wait until a reserved turn is spent or released."""
         future = asyncio.get_running_loop().create_future()
         self._watching.append(future)
         with waiting():
@@ -207,7 +204,7 @@ class Meter:
         self.cost_usd += cost or 0.0
 
     def start(self) -> None:
-        """The clock of `wall_time` runs from here; only the first call counts."""
+        """Start the clock of `wall_time` unless it runs already."""
         if self._started is None:
             self._started = time.monotonic()
 
@@ -218,20 +215,21 @@ class Meter:
         return self.budget.wall_time - (time.monotonic() - self._started if self._started is not None else 0.0)
 
     def exhausted(self) -> str | None:
-        """A description of the limit that is used up for good; None if there is room for a turn, or may yet be."""
+        """A description of the limit that is used up; None if a turn is or may become available."""
         reached = self.reached()
         return reached.description if reached else None
 
     def reached(self) -> Limit | None:
-        """The limit that is used up for good; None if there is room for a turn, or may yet be."""
+        """The limit that is used up; None if a turn is or may become available."""
         budget, guessed = self.budget, self.guessed
-        inward, outward = self.input_tokens + guessed.input_tokens, self.output_tokens + guessed.output_tokens
+        input_tokens = self.input_tokens + guessed.input_tokens
+        output_tokens = self.output_tokens + guessed.output_tokens
         cost = self.cost_usd + guessed.cost_usd
         rows: tuple[tuple[BudgetStop, str, int, int | None], ...] = (
             ("max_turns", "turns", self.turns, budget.turns),
-            ("max_input_tokens", "input tokens", inward, budget.input_tokens),
-            ("max_output_tokens", "output tokens", outward, budget.output_tokens),
-            ("max_tokens", "tokens", inward + outward, budget.total_tokens),
+            ("max_input_tokens", "input tokens", input_tokens, budget.input_tokens),
+            ("max_output_tokens", "output tokens", output_tokens, budget.output_tokens),
+            ("max_tokens", "tokens", input_tokens + output_tokens, budget.total_tokens),
         )
         for reason, name, used, limit in rows:
             if limit is not None and used >= limit:
@@ -263,8 +261,8 @@ _RATE_LIMIT_FACTOR = 10
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How passing faults are retried: at most `attempts` requests within `patience` seconds. After a rate limit only
-    time helps, so ten times as many are made within the same time."""
+    """The policy for retrying transient faults: at most `attempts` requests within `patience` seconds. After rate
+    limits ten times as many requests are allowed within the same time, since only time helps."""
 
     attempts: int = 6
     patience: float = 180.0
@@ -272,7 +270,7 @@ class Retry:
     longest: float = 30.0
 
     def pause(self, attempt: int, waited: float, asked: float | None, *, limited: bool = False) -> float | None:
-        """How long to wait after the attempt with this number (from 1); None to give up. `limited`: after a rate
+        """Seconds to wait after the attempt with this number (from 1); None to give up. `limited`: after a rate
         limit."""
         if attempt >= self.attempts * (_RATE_LIMIT_FACTOR if limited and self.attempts > 1 else 1):
             return None
@@ -281,7 +279,7 @@ class Retry:
 
 
 _RECENT = 300.0
-"""Seconds for which a session counts as one that uses a provider."""
+"""Seconds after its last request for which a session counts as a user of a provider."""
 
 
 def _ignore() -> None:
@@ -289,24 +287,23 @@ def _ignore() -> None:
 
 
 class Limiter:
-    """The shared gate in front of one provider. A pause that the provider asks for holds the session that it answered,
-    and all others once most of the sessions that use it were answered so: one of them may have caused it by itself."""
+    """The shared limits of one provider. A pause that it requests applies to the session that was answered so, and to
+    all sessions once most of those using it were: a single session may have caused it alone."""
 
     def __init__(self, requests_per_minute: int | None = None, concurrency: int | None = None) -> None:
         self._pace = Meter(Budget(requests_per_minute=requests_per_minute))
         self._slots = asyncio.Semaphore(concurrency) if concurrency else None
         self._pauses: dict[Hashable, float] = {}
-        """When each session that was asked to pause may go on."""
+        """The end of the pause of each session that was asked for one."""
         self._recent: OrderedDict[Hashable, float] = OrderedDict()
-        """The sessions that use the provider, and when each last did."""
+        """Times of the last requests of the sessions that use the provider."""
 
     def forget(self, session: Hashable) -> None:
-        """A session is over."""
         self._pauses.pop(session, None)
         self._recent.pop(session, None)
 
     def closed_for(self, session: Hashable) -> float:
-        """Seconds until the provider takes requests of a session again."""
+        """Seconds until the provider accepts requests of a session again."""
         if not self._pauses:
             return 0.0
         now = time.monotonic()
@@ -317,13 +314,13 @@ class Limiter:
         return until - now
 
     def close_for(self, session: Hashable, seconds: float) -> None:
-        """The provider asked a session for a pause."""
+        """Note that the provider asked a session for a pause."""
         self._pauses[session] = max(self._pauses.get(session, 0.0), time.monotonic() + seconds)
 
     async def acquire(self, session: Hashable, on_hold: Callable[[], None] = _ignore) -> float:
-        """Wait until a request of the session may be sent, and take one of those that may run at the same time. The
-        seconds that were spent on limits of this gateway, not on pauses that the provider asked for: `on_hold` is
-        called when one of these begins."""
+        """Wait until a request of the session may be sent, and take one of the concurrent slots. Return the seconds
+        spent on the gateway's limits, excluding pauses that the provider requested; `on_hold` is called when one
+        begins."""
         queued = 0.0
         now = self._recent[session] = time.monotonic()
         self._recent.move_to_end(session)

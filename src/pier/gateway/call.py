@@ -1,8 +1,7 @@
-"""One generation in flight: the agent on one side (`Caller`), a model on the other, with the recording and the budget.
+"""One generation in progress: the agent's request (`Caller`), and its answer, recording and budget (`Exchange`).
 
-Whatever the model's side is, these promises are kept here: each call ends once, in the recording before the agent
-sees its last event; a failure reaches the agent in its own dialect, as an error event if the answer has begun; a stream
-that is quiet for long is kept alive.
+Promises for every kind of upstream: each call ends once, and its end is recorded before the agent sees the last event;
+failures reach the agent in its own dialect, as an error event if the answer has begun; quiet streams are kept alive.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from pier.gateway.budget import Reservation
 from pier.gateway.providers import Target
 from pier.gateway.request import HttpRequest
 from pier.gateway.upstream import Outgoing
-from pier.record.redact import redacted, redacted_path
 from pier.record.writer import CallRecord, Outcome
 from pier.wire.body import Body, parse
 from pier.wire.dialects import DIALECTS, BadRequest, Dialect, recognise
 from pier.wire.faults import Fault, fault_of
-from pier.wire.relayed import HOP_BY_HOP, passed_headers, passed_query
+from pier.wire.headers import HOP_BY_HOP, passed_headers, passed_query, redacted, redacted_path
 from pier.wire.sse import EventRenderer, MalformedAnswer
 from pier.wire.turn import Edit, ErrorKind, Request, Turn, TurnBuilder, Usage, cost_of
 from pier.wire.values import dump
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 
 MAX_BODY = 64 * 1024 * 1024
 _ENCODED = re.compile(r"(?<![A-Za-z0-9+/=_-])[A-Za-z0-9+/=_-]{4096,}")
-"""A picture or a file in a request. Without a look behind, each run that is a little shorter takes quadratic time."""
+"""A picture or file in a request. Without the lookbehind, slightly shorter runs would take quadratic time."""
 
 _NOT_DOWNSTREAM = HOP_BY_HOP | {"content-length", "content-encoding", "set-cookie", "server", "date", "alt-svc"}
 
@@ -48,31 +46,29 @@ def _key(headers: Mapping[str, str], query: str) -> str:
 
 
 class Caller:
-    """One request of an agent, and where its answer goes."""
+    """One request of an agent, through which it is answered."""
 
     def __init__(self, request: HttpRequest) -> None:
         self.request = request
         self.headers = redacted(request.headers)
-        """For the recording: without secrets, and with names in lower case."""
+        """Headers for the recording, without secrets and with lower-case names."""
         self.route = recognise(request.method, request.path, request.query_string, tuple(self.headers))
         self.dialect: Dialect = DIALECTS[self.route.dialect]
         self.key = _key(request.headers, request.query_string)
-        """The credential, wherever this client puts it."""
+        """The credential, from any of the places that clients use."""
         self.held = self.work = 0
-        """What its body counts for in `LARGEST_HELD` and `LARGEST_WORK`."""
+        """The bytes that the body contributes to `LARGEST_HELD` and `LARGEST_WORK`."""
 
     @property
     def started(self) -> bool:
-        """Whether an answer has begun."""
         return self.request.started
 
     @property
     def user_agent(self) -> str:
-        """The name that the client gives itself."""
         return self.request.headers.get("User-Agent", "")
 
     def outgoing(self, target: Target, path: str, body: Body, *, own: bool) -> Outgoing:
-        """The request to an upstream of the same dialect. `own`: the body is still the agent's."""
+        """The request to an upstream of the same dialect. `own`: the body is the agent's, unchanged."""
         headers, dropped = passed_headers(self.dialect, self.request.headers.items())
         query = passed_query(self.dialect, self.request.query_string)
         return Outgoing(
@@ -88,11 +84,10 @@ class Caller:
         )
 
     def streams(self, body: Body) -> bool:
-        """Whether the answer is to be streamed."""
         return self.route.stream if self.route.stream is not None else bool(body.value.get("stream"))
 
     def facts(self) -> dict[str, Any]:
-        """What is recorded of the request, without secrets."""
+        """The recorded facts about the request, without secrets."""
         return {
             "kind": self.route.kind,
             "dialect": self.route.dialect,
@@ -102,14 +97,13 @@ class Caller:
         }
 
     async def read(self, hold: Callable[[int], None]) -> bytes:
-        """The body, at most `MAX_BODY` bytes of it after decompression; `BadMessage` if there is none to be had. `hold`
-        is called with its size as that changes."""
+        """Read the body, decompressed; `BadMessage` if it has more than `MAX_BODY` bytes or is invalid. `hold` is
+        called with its size whenever that changes."""
         return await self.request.read(MAX_BODY, hold)
 
     async def reply(
         self, status: int, body: bytes, headers: Mapping[str, str] | None = None, *, close: bool = False
     ) -> None:
-        """A whole answer."""
         kept = _kept(headers, ("Content-Type", "application/json"))
         self.request.reply(status, kept, body, close=close)
 
@@ -120,7 +114,6 @@ class Caller:
         return dump(self.dialect.error_body(status, message, kind))
 
     def start(self, status: int, headers: Mapping[str, str] | None = None) -> None:
-        """Begin a streamed answer."""
         self.request.start(status, _kept(headers, *_OF_STREAMS))
 
 
@@ -132,7 +125,7 @@ _OF_STREAMS = (
 
 
 def _kept(headers: Mapping[str, str] | None, *defaults: tuple[str, str]) -> list[tuple[str, str]]:
-    """What an agent gets of a provider's headers, and what it gets when they lack it."""
+    """A provider's headers that are passed to an agent, and defaults for missing ones."""
     kept = [(name, value) for name, value in (headers or {}).items() if name.lower() not in _NOT_DOWNSTREAM]
     present = {name.lower() for name, _ in kept}
     return kept + [(name, value) for name, value in defaults if name.lower() not in present]
@@ -143,17 +136,17 @@ class CallerGone(Exception):
 
 
 class Exchange:
-    """What everyone who answers a generation works with."""
+    """The state of a generation, and the ways to answer it."""
 
     def __init__(self, session: Session, caller: Caller, body: Body, record: CallRecord, turn: Reservation) -> None:
         self.caller = caller
         self.body = body
         self.sampling = session.terms.sampling
-        """What the session prescribes instead of the agent's own parameters."""
+        """The session's parameters, which replace the agent's."""
         self.collects = session.terms.on_generation is not None
-        """Whether `answer` is wanted."""
+        """Whether to keep `answer`."""
         self.answer: Turn | None = None
-        """The whole turn that the agent gets, with its tokens."""
+        """The whole turn that the agent receives, with its tokens."""
         self.record = record
         self.turn = turn
         self.upstreams = session.gateway.upstreams
@@ -161,33 +154,33 @@ class Exchange:
         self.stream = caller.streams(body)
         self.target: Target | None = None
         self.version: str | None = None
-        """Of the weights that answer."""
+        """The version of the weights that answer."""
         self.usage: Usage | None = None
-        self._heard: list[bytes] = []
-        """The stream so far, if tokens or money are limited."""
+        self._received: list[bytes] = []
+        """The upstream's answer so far, if tokens or money are limited."""
         self._dialect = caller.dialect
-        """That of the stream."""
+        """The dialect of `_received`."""
         self.error: str | None = None
         self.error_kind: ErrorKind | None = None
         self.answered = False
-        """Whether an answer has begun to reach the agent, signs of life aside."""
+        """Whether the agent has received part of an answer, other than keep-alives."""
         self.ended = False
         self.outcome: tuple[Outcome, int, Fault | None] | None = None
-        """How the call ended, with which status, and the blame."""
+        """The outcome of the call, its status, and the blame."""
         self.edited = False
-        """Whether `body` is no longer what the agent sent."""
-        self.sign_of_life: bytes | None = None
-        """What to send in a quiet stream; without it the dialect's own renderer says."""
+        """Whether `body` differs from the agent's."""
+        self.keep_alive_bytes: bytes | None = None
+        """Bytes to send in a quiet stream; None to use the renderer's."""
         self._keep_alive = session.gateway.keep_alive
         self._request: Request | None = None
         self._renderer: EventRenderer | None = None
         self._last_write = time.monotonic()
         loop = asyncio.get_running_loop()
-        self._beat = loop.call_later(self._keep_alive, self._show_life, loop) if self.stream else None
+        self._beat = loop.call_later(self._keep_alive, self._send_keep_alive, loop) if self.stream else None
 
     @property
     def request(self) -> Request:
-        """The call without its dialect; `BadRequest` if the body is not of the dialect."""
+        """The request in canonical form; `BadRequest` if the body is not of its dialect."""
         if self._request is None:
             request = self.caller.dialect.parse_request(self.body.value, self.caller.route)
             self._request = replace(request, sampling=request.sampling.overridden_by(self.sampling))
@@ -195,7 +188,7 @@ class Exchange:
 
     @property
     def renderer(self) -> EventRenderer:
-        """Writes events for the agent, also about a body that only its own provider can read."""
+        """The writer of events for the agent, available even if the body is not of its dialect."""
         if self._renderer is None:
             try:
                 request = self.request
@@ -206,7 +199,7 @@ class Exchange:
         return self._renderer
 
     def edit(self, value: Mapping[str, Any], edits: list[Edit]) -> None:
-        """Go on with another body than the agent sent, for the reasons given."""
+        """Replace the agent's body and record the edits."""
         self.body = parse(dump(value))
         self._request = None
         self.edited = True
@@ -217,7 +210,7 @@ class Exchange:
         return self.caller.started
 
     def start(self, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """Begin the streamed answer, unless a sign of life began it already."""
+        """Begin the streamed answer, unless a keep-alive began it already."""
         self._start(status, headers)
         self.answered = True
 
@@ -237,7 +230,7 @@ class Exchange:
                 raise CallerGone from None
 
     async def finish(self, data: bytes = b"") -> None:
-        """The end of a streamed answer, with the last of it."""
+        """Send the last bytes of a streamed answer and its end."""
         try:
             await self.caller.request.finish(data)
         except ConnectionError:
@@ -246,8 +239,8 @@ class Exchange:
     async def end(
         self, outcome: Outcome, status: int = 200, error: str | None = None, fault: Fault | None = None
     ) -> None:
-        """The call is over; comes back when that is recorded. Only the first end counts. An agent that leaves while a
-        fault holds its call up leaves because of that."""
+        """Record the end of the call; only the first end counts. If the agent leaves while a fault delays its call, the
+        fault is recorded as the cause."""
         if self.ended:
             return
         self.ended = True
@@ -261,30 +254,32 @@ class Exchange:
         provider, model = (self.target.provider.name, self.target.model) if self.target else ("", None)
         if self.turn.spent:
             self.turn.add(self.usage, cost_of(self.usage, model, provider))
-        given_up = outcome in ("cancelled", "refused") and (self.turn.spent or self.record.is_asked)
-        if given_up and self.turn.counts_tokens:
+        abandoned = outcome in ("cancelled", "refused") and (self.turn.spent or self.record.is_asked)
+        if abandoned and self.turn.counts_tokens:
             self._guess_use(model, provider)
         self.record.end(outcome, status, error=error, usage=self.usage, fault=fault)
         await self.record.recorder.commit()
 
-    def heard(self, data: bytes, dialect: Dialect) -> None:
-        """Note a part of the model's stream, in case that the agent leaves before the usage comes."""
+    def note_received(self, data: bytes, dialect: Dialect) -> None:
+        """Keep a piece of the model's answer, to estimate its use if the agent leaves before the usage is known."""
         if self.turn.counts_tokens:
             self._dialect = dialect
-            self._heard.append(data)
+            self._received.append(data)
 
     def _guess_use(self, model: str | None, provider: str) -> None:
-        """Count what the agent gave up before its usage came, at four characters a token. Pictures do not count."""
+        """Estimate the use of an abandoned call, whose usage is unknown, at four characters a token. Pictures are
+        ignored."""
         whole = TurnBuilder()
         with suppress(MalformedAnswer):
-            whole.extend(self._dialect.stream_parser().feed(b"".join(self._heard)))
+            parser = self._dialect.stream_parser()
+            whole.extend([*parser.feed(b"".join(self._received)), *parser.close()])
         known = self.usage or Usage()
-        asked = known.input_tokens or len(_ENCODED.sub("", self.body.text)) // 4
+        inputs = known.input_tokens or len(_ENCODED.sub("", self.body.text)) // 4
         parts = (getattr(part, "text", "") or getattr(part, "arguments", "") for part in whole.turn().parts)
-        answered = max(known.output_tokens or 0, sum(map(len, parts)) // 4)
-        cost = cost_of(replace(known, input_tokens=asked, output_tokens=answered), model, provider) or 0.0
+        outputs = max(known.output_tokens or 0, sum(map(len, parts)) // 4)
+        cost = cost_of(replace(known, input_tokens=inputs, output_tokens=outputs), model, provider) or 0.0
         more = max(0.0, cost - (cost_of(self.usage, model, provider) or 0.0))
-        self.turn.guess(asked - (known.input_tokens or 0), answered - (known.output_tokens or 0), more)
+        self.turn.guess(inputs - (known.input_tokens or 0), outputs - (known.output_tokens or 0), more)
 
     async def fail(
         self,
@@ -295,8 +290,8 @@ class Exchange:
         outcome: Outcome = "error",
         fault: Fault | None = None,
     ) -> None:
-        """Report a failure to the agent, in whatever way is still possible. Without `fault`, the status says whose it
-        is."""
+        """Report a failure to the agent, as an error event if the answer has begun. Without `fault`, the blame follows
+        from the status."""
         self.error_kind = kind
         if self.started:
             data = self.renderer.error(status, message, kind)
@@ -311,21 +306,21 @@ class Exchange:
         return await self.caller.reply(status, data)
 
     async def reply(self, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-        """A whole answer that is in the recording already."""
+        """Send a whole answer that is recorded already."""
         await self.end("ok")
         return await self.caller.reply(200, body, headers)
 
-    def _show_life(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Send a sign of life if the stream was quiet for long, until the call is over or the agent left. An agent that
-        has yet to read earlier bytes gets none."""
+    def _send_keep_alive(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Send a keep-alive if the stream was quiet for too long, and schedule the next check. None is sent while the
+        agent has unread bytes."""
         left = self._last_write + self._keep_alive - time.monotonic()
         if left <= 0:
             left = self._keep_alive
             if not self.caller.request.full:
                 try:
                     self._start()
-                    self.caller.request.send(self.sign_of_life or self.renderer.keep_alive())
+                    self.caller.request.send(self.keep_alive_bytes or self.renderer.keep_alive())
                 except (CallerGone, ConnectionError):
                     return
                 self._last_write = time.monotonic()
-        self._beat = loop.call_later(left, self._show_life, loop)
+        self._beat = loop.call_later(left, self._send_keep_alive, loop)

@@ -1,9 +1,8 @@
 """The gateway's HTTP/1.1 server: an asyncio protocol per connection, a task per request, `httptools` as the parser.
 
-Strict on purpose: whatever two readers could understand differently is refused, since that is how requests are
-smuggled. Requests of a connection are answered one after another, also when they come in one go. A connection that ends
-while its request is being answered cancels the answer, whether the client closed it or only its own half. A client that
-sends slower or reads slower than the gateway makes it wait, with bounded memory.
+Ambiguous messages are refused, since they allow request smuggling. Pipelined requests of a connection are answered one
+after another. A client that closes its connection, or only its own half, during an answer cancels that. Clients that
+send or read slowly use a bounded amount of memory.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ log = logging.getLogger(__name__)
 _MAX_HEAD = 64 * 1024
 _MAX_FIELDS = 200
 _MAX_QUEUED = 128
-"""Requests of one connection that were sent before the answer to an earlier one."""
+"""Pipelined requests of one connection."""
 _LINGER = 2.0
-"""Seconds in which a client may read an answer that came before it had sent its whole request."""
+"""Seconds for a client to read an answer that was sent before its whole request was received."""
 
 Handle = Callable[[HttpRequest], Awaitable[None]]
 Refuse = Callable[[int, str], bytes]
@@ -34,8 +33,8 @@ Refuse = Callable[[int, str], bytes]
 
 
 class Server:
-    """A factory of protocols. `idle`, `slow` and `stalled` are in seconds: between requests, for a whole head, and
-    between two pieces of a body. `most` is how many connections there may be at once; more are turned away."""
+    """A factory of protocols. `idle`, `slow` and `stalled` are time limits in seconds: between requests, for a whole
+    head, and between two pieces of a body. `most` limits the connections at once; more are refused."""
 
     def __init__(
         self,
@@ -74,14 +73,14 @@ class Server:
             break
 
     def retire(self) -> None:
-        """Close each connection as soon as it has nothing to answer."""
+        """Close each connection as soon as its requests are answered."""
         self.retired = True
         for connection in list(self.connections):
             if connection.request is None or connection.request.finished:
-                connection.close()
+                connection.transport.close()
 
     async def shutdown(self, patience: float) -> None:
-        """Let answers end within `patience` seconds, then cut them off."""
+        """Wait `patience` seconds for answers to end, then cancel them."""
         self.retire()
         if tasks := {connection.task for connection in self.connections if connection.task}:
             _, late = await asyncio.wait(tasks, timeout=patience)
@@ -90,7 +89,7 @@ class Server:
             if late:
                 await asyncio.wait(late, timeout=patience)
         for connection in list(self.connections):
-            connection.abort()
+            connection.transport.abort()
         await asyncio.sleep(0)
         if self._sweeping:
             self._sweeping.cancel()
@@ -125,7 +124,7 @@ class Connection(asyncio.Protocol):
         self.since = self.loop.time()
         if self.server.most is not None and len(self.server.connections) >= self.server.most:
             self._refuse(BadMessage(f"there are more than {self.server.most} connections", 503))
-            self.close()
+            self.transport.close()
         else:
             self.server.watch(self)
 
@@ -162,7 +161,7 @@ class Connection(asyncio.Protocol):
             try:
                 self._parser.feed_data(data)
                 break
-            except HttpParserUpgrade as upgrade:  # no other protocol is spoken here: another request may follow
+            except HttpParserUpgrade as upgrade:  # upgrades are ignored: another request may follow
                 data = data[upgrade.args[0] :]
                 self._parser = HttpRequestParser(self)
 
@@ -177,7 +176,7 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._field_count += 1
-        if self._receiving:  # a trailer, which is dropped
+        if self._receiving:  # trailers are dropped
             if self._field_count > 2 * _MAX_FIELDS:
                 self._raise(BadMessage("too many trailers"))
         else:
@@ -221,13 +220,13 @@ class Connection(asyncio.Protocol):
         self._receiving = None
 
     def _raise(self, error: BadMessage) -> NoReturn:
-        """From within the parser, which does not pass errors of its callbacks on."""
+        """Raise from a callback of the parser, which replaces the error by its own."""
         self._bad = error
         raise error
 
     def eof_received(self) -> bool:
         if self.task:
-            self.abort()
+            self.transport.abort()
         return False
 
     def pause_writing(self) -> None:
@@ -243,7 +242,7 @@ class Connection(asyncio.Protocol):
             raise ConnectionResetError("the client went away")
 
     async def drain(self) -> None:
-        """Wait while too much is on its way to the client."""
+        """Wait while the write buffer is full."""
         self.check()
         while self.full:
             if self._drained is None or self._drained.done():
@@ -251,7 +250,6 @@ class Connection(asyncio.Protocol):
             await asyncio.shield(self._drained)
 
     def hold(self) -> None:
-        """Take in no more for now."""
         if not self._held:
             self._held = True
             self.transport.pause_reading()
@@ -261,21 +259,15 @@ class Connection(asyncio.Protocol):
             self._held = False
             self.transport.resume_reading()
 
-    def close(self) -> None:
-        self.transport.close()
-
-    def abort(self) -> None:
-        self.transport.abort()
-
     def give_up(self) -> None:
-        """The client takes too long."""
+        """End a connection that exceeded a time limit."""
         if self.state == "idle":
-            self.close()
+            self.transport.close()
         else:
             self._spoil(BadMessage("the request took too long", 408))
 
     def _begin(self, request: HttpRequest) -> None:
-        """Start to answer a request, whose body may yet be to come."""
+        """Start to answer a request, whose body may not have been received yet."""
         self.request, self._ahead = request, 0
         self.state, self.since = "answer" if request.received else "body", self.loop.time()
         self.task = self.loop.create_task(self._answer(request))
@@ -286,7 +278,7 @@ class Connection(asyncio.Protocol):
             if self.full:
                 await self.drain()
         except asyncio.CancelledError:
-            self.abort()
+            self.transport.abort()
             raise
         except ConnectionError:
             pass
@@ -299,16 +291,16 @@ class Connection(asyncio.Protocol):
         self._next(request)
 
     def _next(self, request: HttpRequest) -> None:
-        """The answer is out: be ready for another request, or close."""
+        """Continue after an answer: begin the next request, wait for one, or close."""
         self.task = None
         if self._lost:
             return
         if not request.finished:
-            self.abort()
+            self.transport.abort()
         elif not request.received:
             self._linger()
         elif request.closing or self.server.retired:
-            self.close()
+            self.transport.close()
         elif self._queue:
             following = self._queue.popleft()
             if isinstance(following, BadMessage):
@@ -321,7 +313,7 @@ class Connection(asyncio.Protocol):
             self.resume()
 
     def _spoil(self, error: BadMessage) -> None:
-        """The rest cannot be understood: requests before it are answered, nothing after it is."""
+        """Answer the requests before invalid bytes, and ignore everything after them."""
         self._bad = error
         if self._receiving:
             self.hold()
@@ -340,10 +332,10 @@ class Connection(asyncio.Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Let the client read the answer: closing over unread bytes would take it away again."""
+        """Let the client read the answer, which closing with unread bytes would discard."""
         self._lingering = True
         self.resume()
         with suppress(OSError, RuntimeError):
             if self.transport.can_write_eof():
                 self.transport.write_eof()
-        self.loop.call_later(_LINGER, self.close)
+        self.loop.call_later(_LINGER, self.transport.close)

@@ -1,9 +1,9 @@
-"""The user's own logins, used by the gateway in place of an API key.
+"""The user's logins, used by the gateway in place of an API key.
 
-A login stays outside of every sandbox. Its file is read where the client keeps it; an access token that is about to
-expire is refreshed under the client's own lock, and the result is written back as the client would have written it, so
-that the user's own client keeps working: refresh tokens are used up by a refresh. A login is sent to its own provider
-only, and serves its own client only: providers sell subscriptions for their clients, not for other programs.
+A login stays outside of every sandbox. It is read from the client's own file; an access token that is about to expire
+is refreshed under the client's lock, and the result is written back in the client's format, so that the user's client
+keeps working: a refresh token is valid only once. A login is sent only to its own provider, and serves only its own
+client: providers sell subscriptions for their clients, not for other programs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from multidict import CIMultiDict
 from pier.errors import UsageError
 from pier.files import write_json
 from pier.wire.turn import DialectName
-from pier.wire.values import load
+from pier.wire.values import json_object
 
 if TYPE_CHECKING:
     from pier.gateway.logins import Unwrapper
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 _LOCK_TIMEOUT = 45.0
 """Seconds to wait for a lock; a refresh takes one."""
 _STALE_LOCK_AGE = 60.0
-"""Seconds after which a lock directory was left behind by a dead client."""
+"""Seconds after which a lock directory is regarded as left behind by a dead client."""
 _POLL_INTERVAL = 0.1
 
 
 @asynccontextmanager
 async def lock_file(path: Path, title: str) -> AsyncIterator[None]:
-    """Hold an exclusive `flock` on a file, as Codex does."""
+    """Hold an exclusive `flock` on a file, which Codex uses."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         deadline = time.monotonic() + _LOCK_TIMEOUT
@@ -60,7 +60,7 @@ async def lock_file(path: Path, title: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def lock_directory(path: Path, title: str) -> AsyncIterator[None]:
-    """Hold a lock that is a directory, as Claude Code does. One that was not renewed for a minute is taken over."""
+    """Hold a lock in the form of a directory, which Claude Code uses. A lock older than a minute is taken over."""
     deadline = time.monotonic() + _LOCK_TIMEOUT + _STALE_LOCK_AGE
     while True:
         try:
@@ -86,7 +86,7 @@ async def _wait(deadline: float, path: Path, title: str) -> None:
 
 
 _REFRESH_MARGIN = 300.0
-"""Seconds before its end at which a token is replaced."""
+"""Seconds before its expiry at which a token is replaced."""
 _REFRESH_TIMEOUT = 30.0
 """Seconds that a refresh may take."""
 FILE_LIMIT = 1024 * 1024
@@ -96,17 +96,17 @@ LoginState = Literal["ready", "refreshable", "expired", "unreadable", "missing"]
 
 
 class LoginRefused(Exception):
-    """A login cannot be used. `passing`: it may work later."""
+    """A login cannot be used. `retryable`: a retry may help."""
 
-    def __init__(self, message: str, *, passing: bool = False) -> None:
+    def __init__(self, message: str, *, retryable: bool = False) -> None:
         super().__init__(message)
-        self.passing = passing
+        self.retryable = retryable
 
 
 LoginRequest = tuple[str, CIMultiDict[str], bytes]
-"""A POST as the login's provider wants it: its address, headers and body."""
+"""The address, headers and body of a POST."""
 Send = Callable[[str, CIMultiDict[str], bytes], Awaitable["Answer"]]
-"""Sends one. What it raises when there is no answer is passed on."""
+"""Sends a `LoginRequest`. Its exceptions are passed on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class LoginStatus:
 
 
 class Login(ABC):
-    """The login of one client. Made by `find_login`; it reads its file when it is first asked for."""
+    """The login of one client. Created by `find_login`; its file is read on first use."""
 
     client: ClassVar[str]
     title: ClassVar[str]
@@ -148,18 +148,17 @@ class Login(ABC):
     command: ClassVar[str]
     key_name: ClassVar[str]
     user_agent: ClassVar[re.Pattern[str]]
-    """How the client's own requests name it."""
+    """Matches the User-Agent of the client."""
     url: ClassVar[str]
     token_url: ClassVar[str]
     client_id: ClassVar[str]
     refresh_form: ClassVar[bool] = False
-    """Whether a refresh is asked for with a form instead of JSON."""
+    """Whether a refresh request is a form instead of JSON."""
     home: ClassVar[tuple[str, str, str]]
     """The variable with the client's directory, that directory below the user's home, and the login's file in it."""
     lock: ClassVar[str] = ".pier-refresh.lock"
-    """The file or directory next to the login that is locked during a refresh."""
+    """The lock next to the login, which prevents concurrent refreshes by other programs, including the client."""
     locked = staticmethod(lock_file)
-    """How it is locked, so that no other program, the client included, refreshes at the same time."""
 
     def __init__(self, path: Path | None, environ: Mapping[str, str], token: str | None = None) -> None:
         self.path = path
@@ -184,13 +183,13 @@ class Login(ABC):
 
     @property
     def tokens(self) -> LoginTokens:
-        """The tokens as they were last read or refreshed; `LoginRefused` if there are none."""
+        """The tokens as last read or refreshed; `LoginRefused` if there are none."""
         if self._tokens is None:
             self._tokens = self._read()[1]
         return self._tokens
 
     def status(self) -> LoginStatus:
-        """The login as it is on disk now."""
+        """The state of the login on disk."""
         known = LoginStatus(self.client, self.title, self.provider, "ready", self.source, command=self.command)
         try:
             tokens = self._read()[1] if self.path else self.tokens
@@ -202,7 +201,7 @@ class Login(ABC):
         return replace(known, state="refreshable" if tokens.refresh else "expired")
 
     def check(self) -> None:
-        """`UsageError` if the login cannot be used, and a refresh would not help."""
+        """Raise `UsageError` if the login cannot be used and a refresh would not help."""
         found = self.status()
         if found.state == "unreadable":
             raise UsageError(
@@ -216,25 +215,25 @@ class Login(ABC):
             )
 
     def serves(self, user_agent: str) -> bool:
-        """Whether a request comes from the client that the login belongs to."""
+        """Whether a request comes from the login's client."""
         return self.user_agent.match(user_agent) is not None
 
     async def request(
         self, send: Send, path: str, headers: Mapping[str, str], data: bytes, model: str, refused: str | None = None
     ) -> LoginRequest:
-        """A request of the client as its provider wants it, with a token that is valid. `refused` is a token that the
-        provider did not take."""
+        """The client's request in the provider's form, with a valid token. `refused` is a token that the provider
+        refused."""
         async with self._renewing:
             if self.tokens.access == refused or self.tokens.is_stale():
                 await self._renew(send)
-            wanted = CIMultiDict(headers)
-            wanted["Authorization"] = f"Bearer {self.tokens.access}"
-            return await self._prepare(send, path, wanted, data, model)
+            with_token = CIMultiDict(headers)
+            with_token["Authorization"] = f"Bearer {self.tokens.access}"
+            return await self._prepare(send, path, with_token, data, model)
 
     async def refusal(self, answer: Answer) -> str:
         """A message with the provider's reason for refusing a token."""
-        status, said = answer.status, json_object(await read_small(answer))
-        return f"{self.provider} refused the login of {self.title} ({refusal_text(said, status)})"
+        status, reply = answer.status, json_object(await answer.read_short(FILE_LIMIT))
+        return f"{self.provider} refused the login of {self.title} ({refusal_text(reply, status)})"
 
     @abstractmethod
     async def _prepare(
@@ -252,8 +251,8 @@ class Login(ABC):
             async with self.locked(self.path.parent / self.lock, self.title):
                 await self._read_or_refresh(send)
         except OSError as error:
-            words = f"the login of {self.title} could not be refreshed: {error or type(error).__name__}"
-            raise LoginRefused(words, passing=True) from None
+            message = f"the login of {self.title} could not be refreshed: {error or type(error).__name__}"
+            raise LoginRefused(message, retryable=True) from None
 
     async def _read_or_refresh(self, send: Send) -> None:
         document, tokens = self._read()
@@ -264,14 +263,14 @@ class Login(ABC):
             raise LoginRefused(f"the login of {self.title} has expired; run: {self.command}")
         if not os.access(self._target, os.W_OK) or not os.access(self._target.parent, os.W_OK):
             raise LoginRefused(
-                f"the login of {self.title} has expired, and a refreshed one could not be kept: "
+                f"the login of {self.title} has expired, and a refreshed one could not be saved: "
                 f"{self.path} is read-only"
             )
         await _finish(self._refresh(send, document, tokens.refresh))
 
     @property
     def _target(self) -> Path:
-        """The file itself, where its path is a link to it."""
+        """The file itself, if its path is a link."""
         assert self.path is not None
         return self.path.resolve()
 
@@ -284,11 +283,11 @@ class Login(ABC):
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise LoginRefused(f"{self.path} cannot be read: {type(error).__name__}: {error}") from None
 
-    def _save(self, document: dict[str, Any], said: Mapping[str, Any]) -> LoginTokens:
-        """Write the refreshed login back, with everything else that the file holds."""
+    def _save(self, document: dict[str, Any], reply: Mapping[str, Any]) -> LoginTokens:
+        """Write the refreshed login back, keeping all other content of the file."""
         target = self._target
         found = target.stat()
-        self._update(document, said)
+        self._update(document, reply)
         write_json(target, document, mode=found.st_mode & 0o777)
         if os.geteuid() == 0 and found.st_uid:
             os.chown(target, found.st_uid, found.st_gid)
@@ -301,14 +300,14 @@ class Login(ABC):
         data = (urlencode if self.refresh_form else json.dumps)(body).encode()
         async with asyncio.timeout(_REFRESH_TIMEOUT):
             answer = await send(self._token_address, CIMultiDict({"Content-Type": kind}), data)
-            status, raw = answer.status, await read_small(answer)
-        said = json_object(raw)
-        if status != 200 or not isinstance(said.get("access_token"), str):
-            why = refusal_text(said, status)
+            status, raw = answer.status, await answer.read_short(FILE_LIMIT)
+        reply = json_object(raw)
+        if status != 200 or not isinstance(reply.get("access_token"), str):
+            why = refusal_text(reply, status)
             if status >= 500 or status in (408, 429):
-                raise LoginRefused(f"the login of {self.title} could not be refreshed: {why}", passing=True)
+                raise LoginRefused(f"the login of {self.title} could not be refreshed: {why}", retryable=True)
             raise LoginRefused(f"the login of {self.title} could not be refreshed ({why}); run: {self.command}")
-        self._tokens = await asyncio.to_thread(self._save, document, said)
+        self._tokens = await asyncio.to_thread(self._save, document, reply)
 
     def _refresh_fields(self, document: dict[str, Any]) -> dict[str, str]:
         """Fields of a refresh request in addition to the common ones."""
@@ -318,11 +317,11 @@ class Login(ABC):
     def _tokens_of(self, document: dict[str, Any]) -> LoginTokens: ...
 
     @abstractmethod
-    def _update(self, document: dict[str, Any], said: Mapping[str, Any]) -> None: ...
+    def _update(self, document: dict[str, Any], reply: Mapping[str, Any]) -> None: ...
 
 
 async def _finish(renewal: Coroutine[Any, Any, None]) -> None:
-    """Finish a refresh that has begun, also if the agent leaves meanwhile: its refresh token is used up."""
+    """Complete a refresh even if it is cancelled, since its refresh token is used up."""
     task = asyncio.ensure_future(renewal)
     cancelled = False
     while not task.done():
@@ -336,30 +335,9 @@ async def _finish(renewal: Coroutine[Any, Any, None]) -> None:
     task.result()
 
 
-async def read_small(answer: Answer) -> bytes:
-    """The body of a short answer, or what came of it."""
-    raw = b""
-    try:
-        while len(raw) < FILE_LIMIT and (part := await answer.read()):
-            raw += part
-    except OSError:
-        pass
-    finally:
-        answer.close()
-    return raw
-
-
-def json_object(raw: bytes) -> dict[str, Any]:
-    try:
-        value = load(raw)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def refusal_text(said: Mapping[str, Any], status: int) -> str:
+def refusal_text(reply: Mapping[str, Any], status: int) -> str:
     """A provider's reason for a refusal, in one line."""
-    error = said.get("error")
+    error = reply.get("error")
     inner = error if isinstance(error, Mapping) else {}
-    words = said.get("error_description") or inner.get("message") or (error if isinstance(error, str) else "")
-    return f"status {status}" + (f": {str(words)[:200]}" if words else "")
+    text = reply.get("error_description") or inner.get("message") or (error if isinstance(error, str) else "")
+    return f"status {status}" + (f": {str(text)[:200]}" if text else "")

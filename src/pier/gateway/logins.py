@@ -1,4 +1,4 @@
-"""The logins of Claude Code, Codex and Gemini CLI: their files, their routes and headers, and where to find them."""
+"""The logins of Claude Code, Codex and Gemini CLI: their files, routes and headers, and their lookup."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from pier.gateway.login import (
     LoginStatus,
     LoginTokens,
     Send,
-    json_object,
     lock_directory,
-    read_small,
     refusal_text,
 )
 from pier.wire.sse import Framer, data_of, events_of, sse
+from pier.wire.values import json_object
 
 
 class ClaudeLogin(Login):
@@ -57,22 +56,22 @@ class ClaudeLogin(Login):
             found.get("subscriptionType"),
         )
 
-    def _update(self, document: dict[str, Any], said: Mapping[str, Any]) -> None:
+    def _update(self, document: dict[str, Any], reply: Mapping[str, Any]) -> None:
         found, now = document["claudeAiOauth"], time.time()
-        found["accessToken"] = said["access_token"]
-        found["refreshToken"] = said.get("refresh_token") or found.get("refreshToken")
-        found["expiresAt"] = int((now + float(said.get("expires_in") or 3600)) * 1000)
-        if said.get("refresh_token_expires_in"):
-            found["refreshTokenExpiresAt"] = int((now + float(said["refresh_token_expires_in"])) * 1000)
-        if said.get("scope"):
-            found["scopes"] = str(said["scope"]).split()
+        found["accessToken"] = reply["access_token"]
+        found["refreshToken"] = reply.get("refresh_token") or found.get("refreshToken")
+        found["expiresAt"] = int((now + float(reply.get("expires_in") or 3600)) * 1000)
+        if reply.get("refresh_token_expires_in"):
+            found["refreshTokenExpiresAt"] = int((now + float(reply["refresh_token_expires_in"])) * 1000)
+        if reply.get("scope"):
+            found["scopes"] = str(reply["scope"]).split()
 
     def _refresh_fields(self, document: dict[str, Any]) -> dict[str, str]:
         return {"scope": " ".join(document["claudeAiOauth"].get("scopes") or ["user:inference", "user:profile"])}
 
 
 class CodexLogin(Login):
-    """A login with ChatGPT. One with an API key is a key like any other."""
+    """A login with ChatGPT. One with an API key is used like any other key."""
 
     client, title, provider, dialect = "codex", "Codex", "openai", "responses"
     command, key_name = "codex login", "OPENAI_API_KEY"
@@ -95,15 +94,15 @@ class CodexLogin(Login):
         account = found.get("account_id") or own.get("chatgpt_account_id")
         return LoginTokens(access, found.get("refresh_token") or None, claims.get("exp"), account)
 
-    def _update(self, document: dict[str, Any], said: Mapping[str, Any]) -> None:
+    def _update(self, document: dict[str, Any], reply: Mapping[str, Any]) -> None:
         for name in ("id_token", "access_token", "refresh_token"):
-            if said.get(name):
-                document["tokens"][name] = said[name]
+            if reply.get(name):
+                document["tokens"][name] = reply[name]
         document["last_refresh"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 class Unwrapper:
-    """Takes the answers of the Gemini API out of what Code Assist sends, as it comes."""
+    """Extracts answers of the Gemini API from those of Code Assist, also from streams."""
 
     def __init__(self, *, stream: bool) -> None:
         self._framer = Framer() if stream else None
@@ -111,7 +110,7 @@ class Unwrapper:
 
     @property
     def held(self) -> bool:
-        """Whether bytes wait for those that follow them."""
+        """Whether bytes of an incomplete answer or event are held."""
         return bool(self._framer.rest if self._framer else self._whole)
 
     def feed(self, data: bytes) -> bytes:
@@ -121,7 +120,6 @@ class Unwrapper:
         return b"".join(self._event(event) for event in events_of(self._framer.feed(data)))
 
     def rest(self) -> bytes:
-        """The rest of the answer, at its end."""
         if self._framer is not None:
             torn, self._framer = self._framer.rest, Framer()
             return torn
@@ -136,7 +134,7 @@ class Unwrapper:
 
 
 def _response(data: bytes) -> dict[str, Any] | None:
-    """The answer of the Gemini API in a piece; None if there is none, e.g. in an error."""
+    """The answer of the Gemini API in an answer or event; None if there is none, e.g. in an error."""
     value = json_object(data)
     inner = value.get("response")
     if not isinstance(inner, dict):
@@ -145,9 +143,9 @@ def _response(data: bytes) -> dict[str, Any] | None:
 
 
 class GeminiLogin(Login):
-    """A login with Google. It is for Code Assist, which takes a request of the Gemini API inside `{"model", "project",
-    "user_prompt_id", "request"}` and gives its answer inside `{"response", "traceId"}`, in streams in every event. Both
-    are unwrapped before they are recorded, so that recordings and agents see the Gemini API alone."""
+    """A login with Google for Code Assist, which expects a request of the Gemini API inside `{"model", "project",
+    "user_prompt_id", "request"}` and returns its answer, or each event of it, inside `{"response", "traceId"}`. Answers
+    are unwrapped before they are recorded, so recordings and agents contain only the Gemini API."""
 
     client, title, provider, dialect = "gemini-cli", "Gemini CLI", "google", "gemini"
     command, key_name = "gemini (choose Login with Google)", "GEMINI_API_KEY"
@@ -158,7 +156,7 @@ class GeminiLogin(Login):
     home = ("GEMINI_CLI_HOME", ".gemini", "oauth_creds.json")
     refresh_form = True
     _PUBLIC = "GOCSPX" + "-4uHgMPm-1o7Sk-geV6Cu5clXFsxl"
-    """Google calls it a client secret; that of an installed program is in its source, and proves nothing."""
+    """Google's client secret for the CLI, which is public since it is part of its source."""
 
     def __init__(self, path: Path | None, environ: Mapping[str, str], token: str | None = None) -> None:
         super().__init__(path, environ, token)
@@ -178,7 +176,7 @@ class GeminiLogin(Login):
         return address, headers, json.dumps(wrapped, ensure_ascii=False).encode()
 
     async def _find_project(self, send: Send) -> str:
-        """The project that the account's requests are made for."""
+        """The project for the account's requests."""
         metadata = {"ideType": "IDE_UNSPECIFIED", "platform": "PLATFORM_UNSPECIFIED", "pluginType": "GEMINI"}
         body: dict[str, Any] = {"metadata": metadata}
         if chosen := self._chosen_project:
@@ -186,14 +184,14 @@ class GeminiLogin(Login):
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.tokens.access}"}
         address = f"{self.base}/v1internal:loadCodeAssist"
         answer = await send(address, CIMultiDict(headers), json.dumps(body).encode())
-        status, said = answer.status, json_object(await read_small(answer))
-        project = said.get("cloudaicompanionProject")
+        status, reply = answer.status, json_object(await answer.read_short(FILE_LIMIT))
+        project = reply.get("cloudaicompanionProject")
         project = project.get("id") if isinstance(project, Mapping) else project
         found = project if isinstance(project, str) and project else self._chosen_project
         if status == 200 and found:
             return found
-        why = refusal_text(said, status) if status != 200 else "the account is not set up yet"
-        raise LoginRefused(f"Code Assist gave no project ({why}); run: {self.command}", passing=status >= 500)
+        why = refusal_text(reply, status) if status != 200 else "the account is not set up yet"
+        raise LoginRefused(f"Code Assist gave no project ({why}); run: {self.command}", retryable=status >= 500)
 
     def unwrapper(self, *, stream: bool) -> Unwrapper | None:
         return Unwrapper(stream=stream)
@@ -204,11 +202,11 @@ class GeminiLogin(Login):
             _text(document["access_token"]), document.get("refresh_token") or None, expires / 1000 if expires else None
         )
 
-    def _update(self, document: dict[str, Any], said: Mapping[str, Any]) -> None:
+    def _update(self, document: dict[str, Any], reply: Mapping[str, Any]) -> None:
         for name in ("access_token", "refresh_token", "id_token", "scope", "token_type"):
-            if said.get(name):
-                document[name] = said[name]
-        document["expiry_date"] = int((time.time() + float(said.get("expires_in") or 3600)) * 1000)
+            if reply.get(name):
+                document[name] = reply[name]
+        document["expiry_date"] = int((time.time() + float(reply.get("expires_in") or 3600)) * 1000)
 
     def _refresh_fields(self, document: dict[str, Any]) -> dict[str, str]:
         return {"client_secret": self._PUBLIC}
@@ -218,22 +216,22 @@ LOGINS: tuple[type[Login], ...] = (ClaudeLogin, CodexLogin, GeminiLogin)
 
 
 def login_path(kind: type[Login], environ: Mapping[str, str]) -> Path | None:
-    """Where a client keeps its login; None without a home directory."""
+    """The path of a client's login; None without a home directory."""
     variable, folder, name = kind.home
     if own := environ.get(variable):
-        # Gemini CLI's variable is in place of the home directory, those of the others name the directory itself.
+        # Gemini CLI's variable replaces the home directory, those of the others name the directory itself
         return Path(own, folder, name) if kind is GeminiLogin else Path(own, name)
     return Path(environ["HOME"], folder, name) if environ.get("HOME") else None
 
 
 def find_login(kind: type[Login], environ: Mapping[str, str]) -> Login | str | None:
-    """The login of a client, or the API key that it holds instead; None if there is neither, or `PIER_LOGINS=off`."""
+    """A client's login, or the API key in its place; None if there is neither, or with `PIER_LOGINS=off`."""
     if environ.get("PIER_LOGINS") == "off":
         return None
     if kind is ClaudeLogin and (token := environ.get("CLAUDE_CODE_OAUTH_TOKEN")):
         return ClaudeLogin(None, environ, token)
     path = login_path(kind, environ)
-    if path is None or not os.path.isfile(path):  # noqa: PTH113 - a home that may not be entered has no login
+    if path is None or not os.path.isfile(path):  # noqa: PTH113 - false if the home is not accessible
         return None
     try:
         document = json.loads(path.read_bytes()[:FILE_LIMIT])
@@ -243,12 +241,12 @@ def find_login(kind: type[Login], environ: Mapping[str, str]) -> Login | str | N
         key = document.get("OPENAI_API_KEY")
         return key if isinstance(key, str) and key else None
     if kind is ClaudeLogin and isinstance(document, dict) and "claudeAiOauth" not in document:
-        return None  # the file holds logins of MCP servers alone
+        return None  # the file holds only logins of MCP servers
     return kind(path, environ)
 
 
 def login_statuses(environ: Mapping[str, str]) -> list[LoginStatus]:
-    """One row for each client, whether a login was found or not."""
+    """The state of each client's login, including missing ones."""
     rows = []
     for kind in LOGINS:
         found, path = find_login(kind, environ), login_path(kind, environ)
@@ -264,12 +262,12 @@ def login_statuses(environ: Mapping[str, str]) -> list[LoginStatus]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError("it holds no access token")
+        raise ValueError("it has no access token")
     return value
 
 
 def _claims(token: Any) -> dict[str, Any]:
-    """The claims of a JWT; empty if it is not one. Its signature is not checked: the provider does that."""
+    """The claims of a JWT; empty if it is not one. The signature is not checked, since the provider does that."""
     try:
         part = token.split(".")[1]
         value = json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))

@@ -1,9 +1,8 @@
 """The metrics of a gateway: calls, tokens, money, latencies, waits, faults; for Prometheus, and as JSON.
 
-They hold no text of any call and no key; the labels are dialects, served models, providers and outcomes, so there are
-few of them. `MeasuredRecord` takes the moments of a call from the same lines that go into its recording. They are
-served at a separate address, which no session uses. `CallCounts` is one session's share, which separates the agent's
-failures from the model's.
+They contain no texts of calls and no keys; labels are dialects, served models, providers and outcomes, so there are few
+values. `MeasuredRecord` measures a call by the lines of its recording. Metrics are served at an address separate from
+the sessions'. `CallCounts` has the counts of one session, which separate the agent's failures from the model's.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from pier.record.writer import CallRecord, Outcome
 from pier.wire.faults import Fault
 
 End = Literal["answered", "rate_limited", "provider_error", "rejected", "refused", "cancelled"]
-"""`rejected`: the request itself was wrong; `refused`: there was no budget left; `cancelled`: the agent went away."""
+"""`rejected`: the request was invalid; `refused`: the budget was used up; `cancelled`: the agent disconnected."""
 
 _ENDS: dict[Fault | None, End] = {"agent": "rejected", None: "rejected", "rate_limit": "rate_limited"}
 
 
 @dataclass(slots=True)
 class CallCounts:
-    """Counts of generations by how they ended."""
+    """Counts of generations by their ends."""
 
     ends: collections.Counter[End] = field(default_factory=collections.Counter)
     faults: collections.Counter[Fault] = field(default_factory=collections.Counter)
@@ -48,11 +47,11 @@ class CallCounts:
     last: tuple[Fault | None, int] = (None, 0)
     """The fault and status of the call that ended last."""
     retries: int = 0
-    """Further attempts after passing faults, which the agent never saw."""
+    """Retries after transient faults, which the agent never saw."""
     waited: float = 0.0
-    """Seconds in which calls stood still for rate limits and before such attempts."""
+    """Seconds that calls spent waiting for rate limits and before retries."""
     most: int = 0
-    """The highest number of requests of the session that were served at once."""
+    """The highest number of concurrent requests of the session."""
 
     @property
     def calls(self) -> int:
@@ -66,7 +65,7 @@ class CallCounts:
 
 
 def end_of(outcome: str, fault: Fault | None) -> End:
-    """How a generation ended, from its outcome in the recording and its fault."""
+    """The end of a generation, by its outcome in the recording and its fault."""
     if outcome == "ok":
         return "answered"
     if outcome in ("refused", "cancelled"):
@@ -76,15 +75,15 @@ def end_of(outcome: str, fault: Fault | None) -> End:
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _SAMPLE_INTERVAL = 0.25
-"""Seconds between two looks at how late the event loop is."""
+"""Seconds between two measurements of the event loop's lag."""
 _MAX_MODELS = 200
-"""Names of models come from agents when no model is set; past this number they are counted together."""
+"""Maximum number of model labels, since agents may choose the names; further models are counted as one."""
 _PREFIX = "pier_gateway_"
 
 
 class Counter:
-    """Counts by labels. The library's own counters take a lock and ten function calls for each of the dozen counts of
-    a model call, a twentieth of its processor time."""
+    """Counts by labels. The library's own counters would take a twentieth of a model call's processor time, for locks
+    and function calls."""
 
     def __init__(self, help: str, labels: tuple[str, ...]) -> None:
         self.help = help
@@ -109,7 +108,7 @@ class Counter:
 
 
 class Histogram:
-    """Durations by how long they were."""
+    """Counts of durations by buckets."""
 
     def __init__(self, help: str) -> None:
         self.help = help
@@ -122,7 +121,7 @@ class Histogram:
 
     @property
     def buckets(self) -> dict[str, int]:
-        """Counts by upper bounds, each with those below it."""
+        """Cumulative counts by upper bounds."""
         return dict(zip((*map(str, map(float, SECONDS)), "+Inf"), accumulate(self.counts), strict=True))
 
     def family(self, name: str) -> Metric:
@@ -144,8 +143,6 @@ class Histogram:
 
 
 class GatewayMetrics(Collector):
-    """The metrics of one gateway."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -154,23 +151,23 @@ class GatewayMetrics(Collector):
         self._metrics: dict[str, Counter | Histogram] = {}
         self._models: set[str] = set()
         by = ("dialect", "model", "provider")
-        self.calls = self._counter("calls", "Generations by how they ended.", *by, "end", "status")
+        self.calls = self._counter("calls", "Generations by their ends.", *by, "end", "status")
         self.tokens = self._counter("tokens", "Tokens as providers counted them.", *by, "kind")
-        self.cost = self._counter("cost_usd", "Money, where it is known.", *by)
+        self.cost = self._counter("cost_usd", "Cost in US dollars, if known.", *by)
         self.unpriced = self._counter("unpriced_calls", "Answered calls whose cost is unknown.", *by)
         self.attempts = self._counter("upstream_attempts", "Requests to providers.", "provider")
-        self.retries = self._counter("upstream_retries", "Attempts after a passing fault.", "provider")
-        self.faults = self._counter("upstream_faults", "Requests that got no answer, by fault.", "provider", "fault")
+        self.retries = self._counter("upstream_retries", "Retries after transient faults.", "provider")
+        self.faults = self._counter("upstream_faults", "Requests without an answer, by fault.", "provider", "fault")
         self.waits = self._counter("limit_waits", "Waits for rate limits and before retries.")
-        self.waited = self._counter("limit_wait_seconds", "Seconds spent in those waits.")
-        self.edits = self._counter("edits", "Changes that policy made in requests.")
-        self.gaps = self._counter("recording_gaps", "Calls that failed since they could not be recorded.")
+        self.waited = self._counter("limit_wait_seconds", "Seconds spent in these waits.")
+        self.edits = self._counter("edits", "Changes in requests by limits of the session.")
+        self.gaps = self._counter("recording_gaps", "Calls that failed because they could not be recorded.")
         self.seconds = self._histogram("call_seconds", "From a request's arrival to its end.")
         self.before = self._histogram("before_upstream_seconds", "From arrival to the upstream, without waits.")
         self.first = self._histogram("upstream_first_byte_seconds", "Until a provider began to answer.")
-        self.added = self._histogram("added_seconds", "What the gateway itself added to a call.")
+        self.added = self._histogram("added_seconds", "Time that the gateway added to a call.")
         self.recording = self._histogram("recording_seconds", "Until the end of a call was in its recording.")
-        self.lag = self._histogram("event_loop_lag_seconds", "How late the event loop was.")
+        self.lag = self._histogram("event_loop_lag_seconds", "Lag of the event loop.")
         self.gauge("open_calls", "Calls under way.", lambda: self.open_calls)
         self.gauge("open_streams", "Streamed calls under way.", lambda: self.open_streams)
 
@@ -191,7 +188,7 @@ class GatewayMetrics(Collector):
             yield GaugeMetricFamily(_PREFIX + name, help, read())
 
     def model_label(self, model: str) -> str:
-        """The model's name as a label, or `other` if there are too many already."""
+        """The model's name as a label, or `other` if there are too many."""
         name = model.encode(errors="replace").decode()
         if name not in self._models and len(self._models) >= _MAX_MODELS:
             return "other"
@@ -199,11 +196,11 @@ class GatewayMetrics(Collector):
         return name
 
     def text(self) -> str:
-        """All of it as Prometheus reads it."""
+        """All metrics in the format of Prometheus."""
         return generate_latest(self.registry).decode()
 
     def snapshot(self) -> dict[str, Any]:
-        """All of it as JSON, without the common prefix of the names: numbers, rows with labels, and histograms."""
+        """All metrics as JSON, with names without the common prefix: numbers, rows with labels, and histograms."""
         found: dict[str, Any] = {name: read() for name, (_, read) in self._gauges.items()}
         for name, metric in self._metrics.items():
             found[f"{name}_total" if isinstance(metric, Counter) else name] = metric.summary()
@@ -220,8 +217,6 @@ class GatewayMetrics(Collector):
 
 @dataclass(slots=True)
 class MeasuredRecord(CallRecord):
-    """One generation, measured."""
-
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     facts: Mapping[str, Any] = field(default_factory=dict)
     clock: CallClock = field(default_factory=lambda: CLOCK.get() or CallClock())
@@ -230,7 +225,7 @@ class MeasuredRecord(CallRecord):
     sent: float = 0.0
     answered: float = 0.0
     elsewhere: float = 0.0
-    """Time that upstreams took before they failed."""
+    """Seconds that upstreams took before they failed."""
     over: bool = False
 
     def __post_init__(self) -> None:
@@ -288,7 +283,7 @@ class MeasuredRecord(CallRecord):
 
 @asynccontextmanager
 async def metrics_served(metrics: GatewayMetrics, address: str) -> AsyncIterator[str]:
-    """Serve at `address`, HOST:PORT or the path of a unix socket, while the context lasts; gives where that is."""
+    """Serve metrics at `address`, HOST:PORT or the path of a unix socket, and yield the actual address."""
 
     async def text(request: web.Request) -> web.Response:
         return web.Response(body=metrics.text().encode(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
@@ -326,18 +321,18 @@ async def _listen(runner: web.AppRunner, address: str) -> str:
 
 
 def private_socket(path: Path) -> socket.socket:
-    """A unix socket at `path` that only its owner could open at any moment; one without a listener is replaced.
-    `OSError` if it has one, or if another kind of file is there."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    """A unix socket at `path` that only its owner can open at any moment. A socket without a listener is replaced;
+    `OSError` if it has one, or for another kind of file."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         if path.is_socket() and not _answers_at(path):
             path.unlink()
-        os.fchmod(made.fileno(), 0o600)
-        made.bind(str(path))
+        os.fchmod(listener.fileno(), 0o600)
+        listener.bind(str(path))
     except BaseException:
-        made.close()
+        listener.close()
         raise
-    return made
+    return listener
 
 
 def _answers_at(path: Path) -> bool:
@@ -350,7 +345,7 @@ def _answers_at(path: Path) -> bool:
 
 
 async def fetch(address: str, path: str) -> str:
-    """The answer of a gateway at `address` for `path`; `UsageError` if there is none."""
+    """Fetch `path` from the metrics server at `address`; `UsageError` if there is none."""
     unix = "/" in address and "://" not in address
     url = "http://pier" if unix else "http://" + address.removeprefix("http://").partition("/")[0]
     connector = UnixConnector(address) if unix else None

@@ -1,17 +1,17 @@
-"""Models of one's own behind the gateway: a Python callable (`Policy`), or inference servers (`Replicas`).
+"""Custom models behind the gateway: a Python callable (`Policy`), or inference servers (`Replicas`).
 
-A policy gets each request in canonical form and gives a turn with its exact tokens, or the turn's deltas as they are
-sampled. It may be an async function; while a plain one runs, nothing else does. Its object may have more, all optional:
+A policy receives each request in canonical form and returns a turn with its exact tokens, or yields the turn's deltas
+as they are sampled. It may be an async function; a plain one blocks the event loop. It may have optional attributes:
 
-- `version`: the version of its weights, written down with every call; it may change from call to call.
+- `version`: the version of its weights, recorded with every call; it may change between calls.
 - `vocab_size`: token ids outside of the vocabulary fail the call.
-- `for_session(labels)`: called once for each session; the policy or provider that answers all its calls. This is how a
-  policy keeps state for a rollout, or a rollout stays with one server.
+- `for_session(labels)`: called once for each session; returns the policy or provider that answers all its calls, so
+  that a policy can keep state for a rollout, or a rollout uses only one server.
 
-Arguments of earlier tool calls are in a policy's request as they were sampled, whatever the agent made of them, so that
-a prompt's tokens can go on from those of the turn before. Whatever a policy raises, a silence that is too long, and
-tokens that cannot be right fail the call as a fault of the provider: such a rollout has neither reward nor samples.
-`ModelFailed` fails a call with a status of choice, e.g. 400 for a request that the agent should not have made.
+The arguments of earlier tool calls in a policy's request are those that were sampled, even if the agent changed their
+format, so that a prompt's tokens extend those of the turn before. Any exception, too long a silence, and invalid tokens
+fail the call as a fault of the provider: such a rollout has neither a reward nor samples. `ModelFailed` fails a call
+with a chosen status, such as 400 for a request that the agent should not have made.
 """
 
 from __future__ import annotations
@@ -33,23 +33,22 @@ PolicyAnswer = Turn | str | Awaitable[Turn | str] | AsyncIterator[Delta]
 
 
 class Policy(Protocol):
-    """A model as a Python callable: given a request, a turn (or just its text), plain or awaitable, or a stream of
-    deltas."""
+    """A model as a Python callable: returns a turn or its text, directly or as an awaitable, or a stream of deltas."""
 
     def __call__(self, request: Request, /) -> PolicyAnswer: ...
 
 
 class PolicyFailed(ProviderError):
-    """A policy raised, was silent for too long, or gave an answer that cannot be right."""
+    """A policy raised an exception, was silent for too long, or returned an invalid answer."""
 
     code = "policy_failed"
 
 
 @dataclass
 class Replicas:
-    """Inference servers that serve the same model in Chat Completions and give token ids (vLLM, SGLang). Each session
-    stays with one of them, for its prefix cache; new ones go to the server with the fewest. `version` may be set when
-    the servers got new weights."""
+    """Inference servers for one model that speak Chat Completions and return token ids (vLLM, SGLang). Each session
+    uses one server, for its prefix cache; a new session uses the one with the fewest. Set `version` when the servers
+    have new weights."""
 
     urls: Sequence[str]
     key: str | None = None
@@ -63,23 +62,23 @@ class Replicas:
         self._sessions = dict.fromkeys(self.urls, 0)
 
     def for_session(self, labels: Mapping[str, str]) -> Provider:
-        url, provider = min(zip(self.urls, self._providers, strict=True), key=lambda each: self._sessions[each[0]])
+        url, provider = min(zip(self.urls, self._providers, strict=True), key=lambda pair: self._sessions[pair[0]])
         self._sessions[url] += 1
         return provider
 
 
 Upstream = str | Provider | Policy | Replicas
-"""What answers a session's calls: an address or a provider's name, a provider, a callable, servers."""
+"""The upstream of a session: an address or a provider's name, a provider, a callable, or servers."""
 
 
 def version_of(upstream: object) -> str | None:
-    """The version of the weights behind `upstream`, as far as it says."""
+    """The version of the weights behind `upstream`; None if it is unknown."""
     version = getattr(upstream, "version", None)
     return None if version is None or callable(version) else str(version)
 
 
 def for_session(upstream: Upstream | None, labels: Mapping[str, str]) -> str | Provider | Policy | None:
-    """What answers the calls of one session."""
+    """The upstream for one session, chosen by `upstream` itself if it has `for_session`."""
     if isinstance(upstream, Replicas):
         return upstream.for_session(labels)
     choose = getattr(upstream, "for_session", None)
@@ -92,7 +91,7 @@ def for_session(upstream: Upstream | None, labels: Mapping[str, str]) -> str | P
 
 
 def as_sampled(request: Request, memory: Memory) -> Request:
-    """A request whose history has the arguments of tool calls as they were sampled."""
+    """The request with the arguments of earlier tool calls as they were sampled."""
     messages = tuple(
         memory.as_sampled(message) if message.role == "assistant" else message for message in request.messages
     )
@@ -100,31 +99,31 @@ def as_sampled(request: Request, memory: Memory) -> Request:
 
 
 async def guarded(work: Awaitable[T], seconds: float | None) -> T:
-    """What a policy gives; whatever it raises is a `ProviderError`, as is a silence of more than `seconds`."""
+    """Await a policy. Whatever it raises becomes a `ProviderError`, as does a silence of more than `seconds`."""
     clock = asyncio.timeout(seconds)
     try:
         async with clock:
             return await work
-    except (ProviderError, StopAsyncIteration):
+    except ProviderError:
         raise
     except asyncio.CancelledError:
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
         raise PolicyFailed("the policy was cancelled") from None
-    except Exception as error:  # this is where a policy's failures are attributed to it
+    except (Exception, GeneratorExit) as error:  # attributes a policy's failures to the policy
         if clock.expired() and not isinstance(error, PierError):
             raise PolicyFailed(f"the policy was silent for {seconds:g} s") from None
         raise PolicyFailed(f"the policy raised {type(error).__name__}: {error}") from error
 
 
 async def begin(policy: Policy, request: Request) -> object:
-    """Call a policy: its answer, or the stream of one. To be called in `guarded`."""
+    """Call a policy and return its answer or stream. Must be awaited by `guarded`."""
     answer = policy(request)
     return await answer if inspect.isawaitable(answer) else answer
 
 
 def checked(turn: object, policy: Policy, sampling: Sampling | None) -> Turn:
-    """A policy's whole answer; `PolicyFailed` if it is not a turn, or its tokens cannot be right."""
+    """Return a policy's whole answer as a turn; `PolicyFailed` if it or its tokens are invalid."""
     if isinstance(turn, str):
         return Turn((Text(turn),))
     if not isinstance(turn, Turn):
@@ -137,23 +136,23 @@ def checked(turn: object, policy: Policy, sampling: Sampling | None) -> Turn:
 
 
 def check_tokens(tokens: Tokens | None, policy: Policy, sampling: Sampling | None) -> None:
-    """`PolicyFailed` for tokens that no sample could be made of. `sampling` is what the session prescribes."""
+    """Raise `PolicyFailed` for tokens that cannot be used in a sample. `sampling` is prescribed by the session."""
     if tokens is None:
         return
-    for some in (tokens.prompt_ids, tokens.completion_ids, tokens.logprobs):
-        if not isinstance(some, list | tuple | None):
-            raise PolicyFailed(f"the policy gave tokens as a {type(some).__name__}: expected a tuple of numbers")
-    ids, likely = tokens.completion_ids, tokens.logprobs
-    if likely is not None and len(likely) != len(ids or ()):
-        raise PolicyFailed(f"the policy gave {len(ids or ())} token ids and {len(likely)} log-probs")
-    for value in likely or ():
+    for values in (tokens.prompt_ids, tokens.completion_ids, tokens.logprobs):
+        if not isinstance(values, list | tuple | None):
+            raise PolicyFailed(f"the policy gave tokens as a {type(values).__name__}: expected a tuple of numbers")
+    ids, logprobs = tokens.completion_ids, tokens.logprobs
+    if logprobs is not None and len(logprobs) != len(ids or ()):
+        raise PolicyFailed(f"the policy gave {len(ids or ())} token ids and {len(logprobs)} log-probs")
+    for value in logprobs or ():
         if not isinstance(value, float | int) or not -math.inf < value <= 1e-6:
             raise PolicyFailed(f"the policy gave the log-prob {value!r}: expected a number <= 0 that is finite")
     size = getattr(policy, "vocab_size", None)
-    for some in (tokens.prompt_ids or (), ids or ()):  # a prompt may be long, so no loop over sound ones
-        if not some or (set(map(type, some)) == {int} and min(some) >= 0 and (size is None or max(some) < size)):
+    for group in (tokens.prompt_ids or (), ids or ()):  # valid prompts, which may be long, are not looped over
+        if not group or (set(map(type, group)) == {int} and min(group) >= 0 and (size is None or max(group) < size)):
             continue
-        wrong = next(each for each in some if type(each) is not int or not 0 <= each < (size or math.inf))
+        wrong = next(each for each in group if type(each) is not int or not 0 <= each < (size or math.inf))
         expected = f"0 to {size - 1}" if size is not None else "an integer >= 0"
         raise PolicyFailed(f"the policy gave the token id {wrong!r}: expected {expected}")
     most = sampling.max_tokens if sampling else None

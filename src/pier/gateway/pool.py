@@ -1,6 +1,6 @@
-"""The connections to providers: made by aiohttp's connector, kept for the next request, given up when silent.
+"""The connections to providers: opened by aiohttp's connector, kept for later requests, closed when silent.
 
-aiohttp's connector makes the connections (names, TLS, proxies of the environment) and its parser reads the answers.
+aiohttp's connector opens the connections (DNS, TLS, proxies of the environment) and its parser reads the answers.
 `ClientSession` would double the processor time of a request: docs/decisions/gateway-http.md.
 """
 
@@ -39,29 +39,27 @@ from pier.gateway.request import render
 
 T = TypeVar("T")
 KEPT = 60.0
-"""Seconds in which an unused connection is kept."""
+"""Seconds for which an idle connection is kept."""
 _MAX_FIELD = 64 * 1024
-"""Of a provider's headers."""
+"""Bytes of a provider's header."""
 _READ_AHEAD = 256 * 1024
 _SWEEP = 10.0
-"""Seconds between two looks at what is late."""
+"""Maximum seconds between two checks for timeouts."""
 _ADDRESSES = 256
-"""How many are kept parsed."""
+"""Number of parsed addresses in the cache."""
 _CONNECT = ClientTimeout(total=None, sock_connect=30)
 
 
 class ConnectionPool:
-    """The connections of one gateway to all providers."""
-
     def __init__(self, silence: float) -> None:
         self._silence = silence
-        """A provider is given up after this many seconds without a byte."""
+        """Seconds without a byte after which a read from a provider times out."""
         self._proxies: Mapping[str, str] = {}
         self._connector: TCPConnector | None = None
         self._idle: dict[Hashable, list[tuple[Connection, float]]] = {}
-        """Kept connections by their servers, and when each had served."""
+        """Idle connections by server, with the times of their last use."""
         self._waiting: dict[ResponseHandler | StreamReader, float] = {}
-        """What is waited for since when: one timer looks at all of them."""
+        """Pending reads and their start times, which a single timer checks."""
         self._sweeping: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
@@ -71,7 +69,7 @@ class ConnectionPool:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Give up those who are silent for too long, and connections that were not needed for long."""
+        """Time out pending reads, and close connections that were idle for too long."""
         now = time.monotonic()
         for late in [each for each, since in self._waiting.items() if now - since > self._silence]:
             late.set_exception(SocketTimeoutError("Timeout on reading data from socket"))
@@ -95,14 +93,14 @@ class ConnectionPool:
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
-        """aiohttp keeps one for the whole process, made from the environment as it was at the import."""
+        """aiohttp's own context is made from the environment at the time of its import."""
         context = ssl.create_default_context()
         context.set_alpn_protocols(["http/1.1"])
         return context
 
     def _find_place(self, address: str) -> tuple[ClientRequest, Hashable, str]:
-        """Where to connect to for an address, as the connector wants to know it, which requests share its connections,
-        and the first line of a request."""
+        """The connector's request for connecting to an address, the key of the connections that it can share, and the
+        first line of its requests."""
         url = URL(address, encoded=True)
         proxy = self._proxies.get(url.scheme) if self._proxies else None
         if proxy is not None and proxy_bypass(url.host or ""):
@@ -113,7 +111,7 @@ class ConnectionPool:
         return place, place.connection_key, f"POST {target} HTTP/1.1"
 
     async def send(self, address: str, headers: CIMultiDict[str], data: bytes) -> Answer:
-        """Send a POST; the beginning of its answer. `NoAnswer` if there is none; a cancelled caller closes the
+        """Send a POST and return the beginning of its answer; `NoAnswer` if there is none. Cancelling closes the
         connection."""
         assert self._connector is not None, "the gateway is not open"
         connection, reused = None, False
@@ -148,7 +146,7 @@ class ConnectionPool:
         return Answer(self, server, connection, message, body)
 
     async def patiently(self, source: ResponseHandler | StreamReader, reading: Awaitable[T]) -> T:
-        """What `source` gives; `TimeoutError` when it is silent for too long."""
+        """Await a read from `source`; `TimeoutError` if it is silent for too long."""
         self._waiting[source] = time.monotonic()
         try:
             return await reading
@@ -156,8 +154,8 @@ class ConnectionPool:
             del self._waiting[source]
 
     def keep(self, server: Hashable, connection: Connection) -> None:
-        """Keep a connection whose answer was read to its end for the next request, if its server does, and has taken
-        the whole request: the rest would hold up the next one."""
+        """Keep a connection whose answer was read to its end, if the server keeps it too and has received the whole
+        request, whose rest would delay the next one."""
         protocol, transport = connection.protocol, connection.transport
         if self._connector is None or protocol is None or transport is None or protocol.should_close:
             connection.close()
@@ -179,28 +177,28 @@ class ConnectionPool:
 
 
 def _abort(connection: Connection | None) -> None:
-    """Close without sending the rest of a request."""
-    if connection is not None and connection.protocol is not None:  # it is false while it has nothing to read
+    """Close a connection without sending the rest of a request."""
+    if connection is not None and connection.protocol is not None:  # its truth value depends on its buffer
         connection.protocol.abort()
         connection.close()
 
 
 class NoAnswer(Exception):
-    """A request got no answer. `passing`: the provider did nothing with it, so it may be sent again; `stale`: it had
-    given up the kept connection already."""
+    """A request got no answer. `retryable`: the provider did not process it, so it may be sent again; `stale`: the
+    provider had closed the kept connection already."""
 
     def __init__(self, error: Exception, *, reused: bool) -> None:
         super().__init__(str(error) or type(error).__name__)
         self.timed_out = isinstance(error, TimeoutError)
         lasting = (HttpProcessingError, ClientConnectorCertificateError, ValueError, TimeoutError)
-        self.passing = isinstance(error, ConnectionTimeoutError) or not isinstance(error, lasting)
+        self.retryable = isinstance(error, ConnectionTimeoutError) or not isinstance(error, lasting)
         self.hung_up = isinstance(error, ServerDisconnectedError) and isinstance(error.message, str)
         """The connection was closed without an answer."""
         self.stale = reused and (self.hung_up or isinstance(error, ClientOSError))
 
 
 class Answer:
-    """An answer that has begun. A reader who stops reading stops the provider."""
+    """An answer that has begun. It is read with backpressure."""
 
     def __init__(
         self,
@@ -216,9 +214,9 @@ class Answer:
         self._body = body
         self._ahead = b""
         self.limiter: Limiter | None = None
-        """What counts it among the requests that may run at the same time."""
+        """The limiter that counts it as a concurrent request."""
         self.unwrapper: Unwrapper | None = None
-        """Takes answers out of what some providers wrap them in."""
+        """Extracts the answer if the provider wraps it."""
         self.status = message.code
         self.headers = message.headers
         self.content_type = message.headers.get("Content-Type", "").partition(";")[0].strip().lower()
@@ -233,17 +231,21 @@ class Answer:
 
     @property
     def ended(self) -> bool:
-        """Whether all of the body is here and was read."""
+        """Whether the whole body was received and read."""
         held = self.unwrapper is not None and self.unwrapper.held
         return self._body.at_eof() and not self._ahead and not held
 
+    @property
+    def is_stream(self) -> bool:
+        return self.content_type.startswith("text/event-stream")
+
     def unread(self, data: bytes) -> None:
-        """Let the next `read` give this."""
+        """Make the next `read` return this."""
         self._ahead = data
 
     async def read(self) -> bytes:
-        """More of the body, as soon as there is some; nothing at its end. `ConnectionError` or `TimeoutError` if the
-        rest does not come."""
+        """The next bytes of the body, empty at its end. `ConnectionError` or `TimeoutError` if the rest does not
+        arrive."""
         if self._ahead:
             data, self._ahead = self._ahead, b""
             return data
@@ -260,8 +262,20 @@ class Answer:
                 raise
             raise ConnectionError(str(error) or type(error).__name__) from None
 
+    async def read_short(self, limit: int) -> bytes:
+        """Read the body up to about `limit` bytes, as far as it arrives, and close the answer."""
+        raw = bytearray()
+        try:
+            while len(raw) < limit and (part := await self.read()):
+                raw += part
+        except OSError:
+            pass
+        finally:
+            self.close()
+        return bytes(raw)
+
     def close(self) -> None:
-        """Done with it. The connection serves again if the answer was read to its end."""
+        """Release the connection. It is kept for other requests if the answer was read to its end."""
         if self.ended:
             self._pool.keep(self._server, self._connection)
         else:

@@ -1,7 +1,7 @@
-"""Who serves a model: providers from the environment and from `providers.toml`, and the names that lead to them.
+"""The providers of models: those of the environment and of `providers.toml`, and their lookup by model name.
 
-A provider is an address per dialect, a key or a login, and headers. Keys are read when a session is made, are sent to
-the provider's own address only, and are shown nowhere. A provider without a key is asked with the login of the user's
+A provider has an address, dialects, a key or a login, and headers. Keys are read when a session is created, are sent
+only to the provider's address, and are never displayed. Without a key, a provider is used with the login of the user's
 own client, if there is one.
 """
 
@@ -22,8 +22,8 @@ from pier.gateway.login import Login
 from pier.gateway.logins import LOGINS, find_login
 from pier.home import pier_home
 from pier.plugin import nearest
-from pier.record.redact import is_secret_name
 from pier.wire.dialects import DIALECTS, check_name
+from pier.wire.headers import is_secret_name
 from pier.wire.turn import DialectName
 
 Auth = Literal["bearer", "x-api-key", "x-goog-api-key", "none"]
@@ -33,34 +33,35 @@ _ADDRESS = re.compile(r"https?://[^/\s]+\S*$")
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """One upstream. `dialects` are those it speaks, the one to translate to first."""
+    """One upstream. `dialects` are those it supports; requests are translated to the first."""
 
     name: str
     url: str
     dialects: tuple[DialectName, ...]
     key: str | None = field(default=None, repr=False)
     key_name: str | None = None
-    """The variable that should hold the key, for the message when it does not."""
+    """The environment variable of the key, for error messages."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     auth: Auth | None = None
     requests_per_minute: int | None = None
     concurrency: int | None = None
     tokens: bool = False
-    """Ask for token ids and log-probs, as vLLM gives them, and keep them in the recording."""
+    """Request token ids and log-probs in vLLM's format, and keep them in the recording."""
     usage: bool = True
-    """Ask for the count of tokens in streams of Chat Completions, also where the agent does not."""
+    """Request token counts in streams of Chat Completions even if the agent does not."""
     login: Login | None = None
-    """The user's own login, which is used instead of a key."""
+    """The user's login, used instead of a key."""
 
     def address(self, path: str) -> str:
-        """The full address of a dialect's path (`/v1/messages`); an address that ends in a version keeps its own."""
+        """The full address for a path (`/v1/messages`). A version at the end of the provider's address takes
+        precedence."""
         base = self.url.rstrip("/")
         if _VERSION.search(base):
             path = re.sub(r"^/v1(beta)?(?=/)", "", path)
         return base + path
 
     def credentials(self, dialect: DialectName) -> dict[str, str]:
-        """The headers that prove who asks, and what else this provider wants."""
+        """The headers with the credential, and this provider's other headers."""
         default = DIALECTS[dialect].key_header or "bearer"
         auth = self.auth or default
         if not self.key or auth == "none":
@@ -70,13 +71,13 @@ class Provider:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """What proves who asks, wherever it is set; a header's scheme (`Bearer`) is none of it."""
+        """All credentials, including those in headers, without a scheme such as `Bearer`."""
         tokens = (value.rpartition(" ")[2] for name, value in self.headers.items() if is_secret_name(name))
         return (*((self.key,) if self.key else ()), *(self.login.secrets if self.login else ()), *tokens)
 
     @property
     def credential(self) -> str:
-        """What proves who asks, as a text for people."""
+        """A description of the credential for messages."""
         if self.login:
             return f"the login of {self.login.title} ({self.login.source})"
         if not self.key:
@@ -84,7 +85,7 @@ class Provider:
         return f"the key in {self.key_name}" if self.key_name else "a key"
 
     def check(self) -> None:
-        """`UsageError` if the key that this provider needs is missing, or the login in its place cannot be used."""
+        """Raise `UsageError` if the required key is missing, or the login used instead is invalid."""
         if self.login:
             self.login.check()
         elif self.key_name and not self.key:
@@ -146,20 +147,20 @@ _FORMATS: Mapping[str, DialectName] = {
     "anthropic_messages": "anthropic",
     "google_generate_content": "gemini",
 }
-"""Dialects by Harbor's names."""
+"""Dialects by Harbor's names for them."""
 _ALIASES = {"gemini": "google"}
 _FAMILIES = ((r"claude", "anthropic"), (r"gpt-|o\d|codex|chatgpt", "openai"), (r"gemini", "google"))
 
 
 class Directory:
-    """All providers that this process knows of."""
+    """All configured providers."""
 
     def __init__(self, providers: Mapping[str, Provider]) -> None:
         self._providers = dict(providers)
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None, config: Path | None = None) -> Directory:
-        """Built-in ones with keys and addresses of the environment; then those of the file, which win."""
+        """Load built-in providers with keys and addresses of the environment, and those of the file, which override."""
         env = os.environ if environ is None else environ
         found = {}
         for name, url, dialects, keys, urls in _BUILT_IN:
@@ -195,8 +196,8 @@ class Directory:
         model_api_key_name: str | None = None,
         model_api_format: str | None = None,
     ) -> Target:
-        """Who serves `model`, with another address, the key in another variable, or another format. An unknown provider
-        with an address is a custom one, and `model` is its name for the model."""
+        """The target for `model`, with another address, the key in another variable, or another format. With an
+        address, an unknown provider is a custom one that uses the name `model`."""
         env = os.environ if environ is None else environ
         try:
             found = self.target(model)
@@ -216,8 +217,8 @@ class Directory:
         return Target(provider, found.model)
 
     def target(self, model: str, upstream: str | None = None) -> Target:
-        """Who serves `model`: `PROVIDER/MODEL`, a name that says its maker (`claude-...`), or any at `upstream`,
-        which is an address or the name of a provider."""
+        """The target for `model`, which is `PROVIDER/MODEL`, a name with a known prefix (`claude-...`), or any name at
+        `upstream`, an address or the name of a provider."""
         if upstream and "://" in upstream:
             return Target(at_address(upstream, key=os.environ.get("PIER_UPSTREAM_KEY")), model)
         if upstream:
@@ -238,7 +239,7 @@ class Directory:
 
 
 def _with_login(provider: Provider, env: Mapping[str, str]) -> Provider:
-    """The provider with the login, or the key, that the user's own client for it has."""
+    """The provider with the login or key of the user's own client for it."""
     kind = next((kind for kind in LOGINS if kind.provider == provider.name), None)
     found = find_login(kind, env) if kind else None
     if isinstance(found, Login):
@@ -247,12 +248,12 @@ def _with_login(provider: Provider, env: Mapping[str, str]) -> Provider:
 
 
 def key_variables() -> frozenset[str]:
-    """The variables that hold keys of the built-in providers: the gateway uses them, and no sandbox needs them."""
+    """Variables with the keys of built-in providers, which the gateway uses and no sandbox needs."""
     return frozenset(name for row in _BUILT_IN for name in row[3])
 
 
 def at_address(url: str, *, key: str | None = None, name: str = "custom") -> Provider:
-    """A provider at any compatible address. It speaks Chat Completions unless the address says otherwise:
+    """A provider at any compatible address. It uses Chat Completions unless the address has a prefix:
     `anthropic+http://127.0.0.1:8000`, `chat,responses+https://models.example/v1`."""
     spoken, plus, rest = url.partition("+")
     if not plus or "://" in spoken:
@@ -263,11 +264,6 @@ def at_address(url: str, *, key: str | None = None, name: str = "custom") -> Pro
     if unknown := set(dialects) - set(DIALECTS):
         raise UsageError(f"unknown dialect {sorted(unknown)[0]!r}", hint=f"use {', '.join(sorted(DIALECTS))}")
     return Provider(name, rest, dialects, key)
-
-
-def with_tokens(target: Target) -> Target:
-    """The same target, asked for token ids and log-probs."""
-    return replace(target, provider=replace(target.provider, tokens=True))
 
 
 def _read(path: Path, env: Mapping[str, str]) -> dict[str, Provider]:

@@ -1,9 +1,9 @@
-"""The ways in which a model answers a generation: relayed, translated, or decided by a policy.
+"""The ways to answer a generation: relayed, translated, or decided by a policy.
 
-`relay`: an upstream of the agent's own dialect. Bytes and headers pass as they are, events as they arrive; only an
-event that is not whole yet is held back. Whatever the gateway adds to a request (another model name, usage, token ids)
-is taken out of the answer. `translated` and `decided`: another dialect's upstream, or a callable in this process. The
-request is read into its canonical form, and the answer is written from canonical deltas as they come.
+`relay`: by an upstream of the agent's own dialect. Bytes and headers are passed on unchanged and events as they arrive;
+only incomplete events are held back. Fields that the gateway adds to a request (usage, token ids) are removed from the
+answer. `translated` and `decided`: by an upstream of another dialect, or by a callable in this process. The request is
+parsed into its canonical form, and the answer is rendered from canonical deltas as they arrive.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pier.gateway.call import Exchange
 from pier.gateway.policy import PolicyFailed, as_sampled, begin, check_tokens, checked, guarded
 from pier.gateway.providers import Target
 from pier.gateway.upstream import Outgoing, UpstreamFailed, read_answer
-from pier.record.redact import Scrubber
 from pier.wire.body import parse
 from pier.wire.contract import Dialect
 from pier.wire.dialects import BadResponse
 from pier.wire.faults import classify
-from pier.wire.relayed import AnswerWatch, Extras, ask, plain_headers, restore_arguments
+from pier.wire.headers import Scrubber, plain_headers
+from pier.wire.relayed import AnswerWatch, Extras, ask, restore_arguments
 from pier.wire.sse import Framer, MalformedAnswer
 from pier.wire.translate import Translation, translate
 from pier.wire.turn import (
@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 
 
 async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
-    """Pass the call on and the answer back. With `usage` the upstream is asked to count tokens, whatever its settings
-    say."""
+    """Relay the call and its answer. With `usage` the upstream is asked to count tokens in any case."""
     body, extras = x.body, Extras()
     keeps_tokens = target.provider.tokens and x.caller.route.dialect == "chat"
     if x.caller.route.dialect == "chat":
@@ -59,8 +58,8 @@ async def relay(x: Exchange, target: Target, *, usage: bool = False) -> None:
     try:
         with await x.upstreams.ask(out, x.record) as answer:
             x.turn.spend()
-            passing = _stream if x.stream else _whole
-            return await passing(x, answer, extras, Scrubber(*target.provider.secrets), keeps_tokens)
+            deliver = _stream if x.stream else _whole
+            return await deliver(x, answer, extras, Scrubber(*target.provider.secrets), keeps_tokens)
     except UpstreamFailed as failed:
         return await x.fail(failed.status, failed.message, failed.kind, failed.body, fault=failed.fault)
 
@@ -91,19 +90,20 @@ async def _whole(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, k
 
 
 async def _stream(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, keeps_tokens: bool) -> None:
-    if not answer.content_type.startswith("text/event-stream"):
-        return await _stream_whole(x, answer, scrub)
+    if not answer.is_stream:
+        turn = await _whole_turn(x, answer, scrub, x.caller.dialect, f"{answer.content_type} instead of a stream")
+        return await _deliver(x, turn)
     x.record.status("upstream", answer.status, answer.headers, True)
     if extras:
         x.record.status("delivered", answer.status, answer.headers, True)
     x.start(answer.status, answer.headers)
-    x.sign_of_life = x.caller.dialect.keep_alive
+    x.keep_alive_bytes = x.caller.dialect.keep_alive
     framer, watch, held = Framer(), AnswerWatch(x.caller.route.dialect), b""
     parser, whole = x.caller.dialect.stream_parser(), TurnBuilder()
     try:
         while data := await next_chunk(answer, scrub):
             x.record.chunk("upstream", data)
-            x.heard(data, x.caller.dialect)
+            x.note_received(data, x.caller.dialect)
             if (x.collects or keeps_tokens) and whole.extend(parser.feed(data)).ended:
                 x.answer = whole.turn()
             ready = held + await _pass_on(x, framer.feed(data), watch, extras)
@@ -132,7 +132,7 @@ async def _stream(x: Exchange, answer: Answer, extras: Extras, scrub: Scrubber, 
 
 
 async def _pass_on(x: Exchange, block: bytes, watch: AnswerWatch, extras: Extras) -> bytes:
-    """What of these events the agent gets. Those before a broken one are delivered before it is reported."""
+    """The events for the agent. Those before a malformed one are delivered before the error is raised."""
     try:
         values = watch.see(block)
     except MalformedAnswer as broken:
@@ -149,35 +149,33 @@ async def _pass_on(x: Exchange, block: bytes, watch: AnswerWatch, extras: Extras
     return block
 
 
-async def _stream_whole(x: Exchange, answer: Answer, scrub: Scrubber) -> None:
-    """The upstream did not stream. What it gave instead is streamed from here, if it is an answer at all."""
-    raw = await _recorded_answer(x, answer, scrub, x.caller.dialect)
-    dialect = x.caller.dialect
-    try:
-        turn = dialect.parse_response(load(raw))
-    except (ValueError, BadResponse, AttributeError, TypeError):
-        words = f"the provider answered with {answer.content_type} instead of a stream: {_glimpse(raw)}"
-        raise UpstreamFailed(502, words, "server") from None
-    return await _deliver(x, turn)
-
-
 async def _recorded_answer(x: Exchange, answer: Answer, scrub: Scrubber, dialect: Dialect) -> bytes:
-    """All of an answer that is not streamed, without secrets. It may come in pieces, such as Gemini's JSON array."""
-    raw = scrub(await read_answer(answer, lambda data: x.heard(data, dialect)))
+    """Read and record a whole answer that is not streamed, without secrets."""
+    raw = scrub(await read_answer(answer, lambda data: x.note_received(data, dialect)))
     x.record.status("upstream", answer.status, answer.headers, False)
     x.record.chunk("upstream", raw)
     return raw
 
 
+async def _whole_turn(x: Exchange, answer: Answer, scrub: Scrubber, dialect: Dialect, what: str) -> Turn:
+    """An answer that is not streamed as a turn; the error for an invalid one reports it as `what`."""
+    raw = await _recorded_answer(x, answer, scrub, dialect)
+    try:
+        return dialect.parse_response(load(raw))
+    except (ValueError, BadResponse) as error:
+        why = f"the provider sent {what} ({error}): {_glimpse(raw)}"
+        raise UpstreamFailed(502, why, "server") from None
+
+
 async def next_chunk(answer: Answer, scrub: Scrubber) -> bytes:
-    """More of a stream, without secrets; nothing at its end."""
+    """The next bytes of a stream, without secrets; empty at its end."""
     try:
         while data := await answer.read():
             if clean := scrub.feed(data):
                 return clean
         return scrub.rest()
     except TimeoutError:
-        raise MalformedAnswer("the provider fell silent in the middle of its answer") from None
+        raise MalformedAnswer("the provider was silent in the middle of its answer") from None
     except OSError as error:
         raise MalformedAnswer(f"the provider's stream was cut off: {error}") from None
 
@@ -196,16 +194,10 @@ async def translated(x: Exchange, target: Target) -> None:
     try:
         with await x.upstreams.ask(out, x.record) as answer:
             x.turn.spend()
-            if x.stream and answer.content_type.startswith("text/event-stream"):
+            if x.stream and answer.is_stream:
                 async with aclosing(_deltas(x, answer, translation, scrub)) as deltas:
                     return await _render(x, deltas)
-            raw = await _recorded_answer(x, answer, scrub, translation.dialect)
-            try:
-                turn = translation.dialect.parse_response(load(raw))
-            except (ValueError, BadResponse) as error:
-                raise UpstreamFailed(
-                    502, f"{target.provider.name}'s answer cannot be read: {error}", "server"
-                ) from None
+            turn = await _whole_turn(x, answer, scrub, translation.dialect, "an invalid answer")
             return await _deliver(x, translation.turn(turn))
     except UpstreamFailed as failed:
         return await x.fail(failed.status, failed.message, failed.kind, fault=failed.fault)
@@ -222,12 +214,12 @@ def _outgoing(translation: Translation, target: Target) -> Outgoing:
 
 
 async def decided(x: Exchange, policy: Policy) -> None:
-    """Ask a policy. What it raises as a `ProviderError` reaches the agent as a provider's failure would."""
+    """Ask a policy. A `ProviderError` that it raises is reported like a provider's failure."""
     request = as_sampled(x.request, x.memory)
     try:
         answer = await guarded(begin(policy, request), x.upstreams.silence)
         if isinstance(answer, AsyncIterator):
-            async with aclosing(_begun(x, policy, answer)) as deltas:
+            async with aclosing(_policy_deltas(x, policy, answer)) as deltas:
                 return await _render(x, deltas)
         turn = checked(answer, policy, x.sampling)
         x.turn.spend()
@@ -239,8 +231,8 @@ async def decided(x: Exchange, policy: Policy) -> None:
         return await x.fail(502, str(error), "server", fault="provider")
 
 
-async def _begun(x: Exchange, policy: Policy, deltas: AsyncIterator[Delta]) -> AsyncGenerator[Delta, None]:
-    """A policy's stream, which costs a turn once it gives something, and ends when the agent leaves."""
+async def _policy_deltas(x: Exchange, policy: Policy, deltas: AsyncIterator[Delta]) -> AsyncGenerator[Delta, None]:
+    """A policy's stream, which spends a turn with its first delta, and ends when the agent leaves."""
     builder, over = TurnBuilder(), False
     try:
         while (delta := await guarded(anext(deltas, None), x.upstreams.silence)) is not None:
@@ -265,13 +257,13 @@ async def _begun(x: Exchange, policy: Policy, deltas: AsyncIterator[Delta]) -> A
 async def _deltas(
     x: Exchange, answer: Answer, translation: Translation, scrub: Scrubber
 ) -> AsyncGenerator[Delta, None]:
-    """The upstream's stream as the agent should see it."""
+    """The upstream's stream, converted for the agent."""
     x.record.status("upstream", answer.status, answer.headers, True)
     parser, whole = translation.dialect.stream_parser(), TurnBuilder()
     try:
         while data := await next_chunk(answer, scrub):
             x.record.chunk("upstream", data)
-            x.heard(data, translation.dialect)
+            x.note_received(data, translation.dialect)
             for delta in _inward(parser.feed(data), whole, translation):
                 yield delta
     except MalformedAnswer as broken:
@@ -290,7 +282,7 @@ def _inward(deltas: list[Delta], whole: TurnBuilder, translation: Translation) -
 
 
 async def _deliver(x: Exchange, turn: Turn) -> None:
-    """A whole turn, in the way the agent asked for it."""
+    """Deliver a whole turn, streamed if the agent asked for that."""
     if x.stream:
         return await _render(x, _all(turn))
     if turn.tokens and x.target is None:
@@ -303,7 +295,7 @@ async def _deliver(x: Exchange, turn: Turn) -> None:
 
 
 def _note_tokens(x: Exchange, tokens: Tokens) -> None:
-    """A policy's exact tokens are nowhere else in the recording."""
+    """Record a policy's exact tokens, which no answer contains."""
     x.record.note(tokens={name: getattr(tokens, name) for name in Tokens.__dataclass_fields__})
 
 
@@ -313,7 +305,7 @@ async def _all(turn: Turn) -> AsyncIterator[Delta]:
 
 
 async def _render(x: Exchange, deltas: AsyncIterator[Delta]) -> None:
-    """Write a stream as it comes. A unary agent of a streaming policy gets the turn once it is whole."""
+    """Deliver a stream as it arrives, or as a whole if the agent did not ask for a stream."""
     if not x.stream:
         builder = TurnBuilder()
         async for delta in deltas:
@@ -321,20 +313,20 @@ async def _render(x: Exchange, deltas: AsyncIterator[Delta]) -> None:
         if builder.error:
             return await x.fail(builder.error.status, builder.error.message, builder.error.kind)
         return await _deliver(x, builder.turn())
-    begun, whole = False, TurnBuilder()
+    started, whole = False, TurnBuilder()
     async for delta in deltas:
         if isinstance(delta, StreamError):
             return await x.fail(delta.status, delta.message, delta.kind)
         if isinstance(delta, Tokens) and x.target is None:
             _note_tokens(x, delta)
-        if not begun:
-            begun = True
+        if not started:
+            started = True
             x.record.status("delivered", 200, {"content-type": x.renderer.content_type}, True)
             x.start()
         if data := x.renderer.render(delta):
             x.record.chunk("delivered", data)
             if x.target is None:
-                x.heard(data, x.caller.dialect)
+                x.note_received(data, x.caller.dialect)
         whole.add(delta)
         if isinstance(delta, TurnEnd):
             x.usage, x.answer = delta.usage, whole.turn() if x.collects else None

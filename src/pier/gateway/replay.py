@@ -1,8 +1,7 @@
-"""An earlier recording answers again, call by call.
+"""Replay: an earlier recording answers the calls of a session.
 
-A request is answered by the next recorded call that has not been used and asks the same. A request that was not made
-before is an error that shows where it differs from the one that was expected; nothing is guessed. A secret that was
-removed from the recording stands for any text.
+A request is answered by the first unused recorded call with the same request. A request without one is an error that
+shows how it differs from the expected request. A secret that was removed from the recording matches any text.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from pier.redact import REDACTED
 from pier.trajectory.calls import turn_of
 
 _IGNORED_FIELDS = frozenset({"metadata", "user", "prompt_cache_key", "client_metadata", "safety_identifier"})
-"""Fields that identify a client's run and change nothing in what is asked."""
+"""Fields that only identify a client's run."""
 _MAX_DIFFERENCES = 50
-"""How many differences are counted between requests that have little in common."""
+"""Maximum number of differences that are counted between two requests."""
 
 
 class Replay:
-    """The generations of one recording that ended well, in order."""
+    """The answered generations of one recording, in order."""
 
     def __init__(self, calls: list[Call], model: str) -> None:
         self.model = model
@@ -69,26 +68,26 @@ class Replay:
             if same_way and next(differences(_comparable(call.request), asked), None) is None:
                 return self._left.pop(index)
         if not self._left:
-            raise UsageError("the recording is used up: the agent asks more than it did then", code="replay-over")
+            raise UsageError("the recording is used up: the agent makes further calls", code="replay-over")
         expected = self._nearest(x, asked)
         if expected.dialect != x.caller.route.dialect:
-            words = f"it was made in the dialect {expected.dialect}, not {x.caller.route.dialect}"
+            difference = f"it was made in the dialect {expected.dialect}, not {x.caller.route.dialect}"
         elif expected.stream != x.stream:
-            words = "one is streamed, the other is not"
+            difference = "one is streamed, the other is not"
         else:
-            words = "; ".join(islice(differences(_comparable(expected.request), asked), 3))
+            difference = "; ".join(islice(differences(_comparable(expected.request), asked), 3))
         raise UsageError(
-            f"this request is not in the recording; call {expected.number} differs: {words}", code="replay"
+            f"this request is not in the recording; call {expected.number} differs: {difference}", code="replay"
         )
 
     def _nearest(self, x: Exchange, asked: Mapping[str, Any]) -> Call:
-        """The call that the agent most likely meant: of those left, the one that is most alike."""
-        alike = [call for call in self._left if call.dialect == x.caller.route.dialect and call.stream == x.stream]
+        """The unused call whose request is most similar."""
+        candidates = [call for call in self._left if call.dialect == x.caller.route.dialect and call.stream == x.stream]
 
         def distance(call: Call) -> int:
             return sum(1 for _ in islice(differences(_comparable(call.request), asked), _MAX_DIFFERENCES))
 
-        return min(alike or self._left, key=distance)
+        return min(candidates or self._left, key=distance)
 
 
 def _comparable(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,12 +98,12 @@ def _comparable(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_billing(part: Any) -> bool:
-    """Claude Code's first line of a system prompt, which has a checksum of the rest in it."""
+    """Whether this is the first line of Claude Code's system prompt, which holds a checksum of the rest."""
     return isinstance(part, dict) and str(part.get("text")).startswith("x-anthropic-billing-header:")
 
 
 def differences(old: Any, new: Any, where: str = "$") -> Iterator[str]:
-    """A description of where two JSON values differ."""
+    """Describe the differences between two JSON values."""
     if old == new:
         return
     if isinstance(old, dict) and isinstance(new, dict):
@@ -126,7 +125,7 @@ def differences(old: Any, new: Any, where: str = "$") -> Iterator[str]:
 
 
 def _matches_redacted(old: Any, new: Any) -> bool:
-    """Whether a text without its secrets may have been the other one."""
+    """Whether a text with redacted secrets may have been the other one."""
     if not isinstance(old, str) or not isinstance(new, str) or REDACTED not in old:
         return False
     first, *parts, last = old.split(REDACTED)
@@ -142,7 +141,7 @@ def _same_until(old: str, new: str) -> int:
 
 
 def _short(value: Any, at: int = 0) -> str:
-    """A value in one line; of a long text the part where it differs, with a little before it."""
+    """A value in one line; for a long text, the part around the first difference."""
     if isinstance(value, str):
         start = max(0, at - 40) if len(value) > 160 else 0
         piece = value[start : start + 160]

@@ -1,6 +1,6 @@
 """One request of an agent's HTTP client, and its answer.
 
-Strict about how a body is delimited: one Content-Length or `chunked`, never both, and no other coding of the transfer.
+Strict about how a body is delimited: one Content-Length or `chunked`, never both, and no other transfer coding.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from pier.gateway.http import Connection
 
 AHEAD = 256 * 1024
-"""How much of a body, or of later requests, is read ahead."""
+"""Bytes of a body, or of later requests, that are read ahead."""
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 
 Fields = Iterable[tuple[str, str]]
 
 
 class BadMessage(Exception):
-    """The client sent no HTTP/1.1, or not safely so. `status` is the answer to it."""
+    """The client sent invalid or ambiguous HTTP. `status` is that of the answer."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class BadMessage(Exception):
 
 
 _WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
-"""Codings that are understood, as zlib wants them named."""
+"""Supported codings and their `wbits` for zlib."""
 
 
 def _too_large(limit: int) -> BadMessage:
@@ -44,12 +44,12 @@ def _too_large(limit: int) -> BadMessage:
 
 
 def inflate(data: bytes, coding: str, limit: int) -> bytes:
-    """A body without its `Content-Encoding`, of at most `limit` bytes."""
+    """Decompress a body of at most `limit` bytes."""
     window = _WINDOWS.get(coding.strip().lower())
     if window is None:
         raise BadMessage(f"unsupported Content-Encoding {coding!r}: expected gzip or deflate", 415)
     if window == 15 and data[:1] != b"\x78":
-        window = -15  # as some clients send it: without the header of zlib
+        window = -15  # some clients omit the zlib header
     decoder = zlib.decompressobj(window)
     try:
         plain = decoder.decompress(data, limit + 1)
@@ -63,7 +63,7 @@ def inflate(data: bytes, coding: str, limit: int) -> bytes:
 
 
 class HttpRequest:
-    """One request, and where its answer goes. Exactly one of `reply` and `start` ... `finish` answers it."""
+    """One request and its answer, which is sent either by `reply` or by `start` ... `finish`."""
 
     __slots__ = (
         "_asked", "_body", "_broken", "_connection", "_continue", "_length", "_waiter",
@@ -76,7 +76,7 @@ class HttpRequest:
         self.method = method
         self.target = target
         self.minor = minor
-        """Of the version: 0 or 1."""
+        """The minor HTTP version: 0 or 1."""
         self.headers = headers
         if not target.startswith("/") and "://" in target:
             try:
@@ -96,7 +96,7 @@ class HttpRequest:
         self._broken: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.received = False
-        """Whether all of the body is here."""
+        """Whether the whole body was received."""
         self.started = False
         """Whether an answer has begun."""
         self.finished = False
@@ -104,8 +104,7 @@ class HttpRequest:
         self.closing = minor == 0 or any("close" in value.lower() for value in headers.getall("Connection", ()))
 
     def feed(self, data: bytes) -> None:
-        """Take in more of the body."""
-        self._body += data  # one buffer: a chunk of two bytes would take up fifty as an object
+        self._body += data  # one buffer, since small objects take far more memory
         if not self._asked and len(self._body) > AHEAD:
             self._connection.hold()
         else:
@@ -116,7 +115,7 @@ class HttpRequest:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Nothing more of the body comes: that is what `read` raises."""
+        """Make `read` raise `error`, since the rest of the body will not arrive."""
         self._broken = error
         self._wake()
 
@@ -125,8 +124,8 @@ class HttpRequest:
             self._waiter.set_result(None)
 
     async def read(self, limit: int, hold: Callable[[int], None]) -> bytes:
-        """The body without its coding, once; `BadMessage` if it has more than `limit` bytes or cannot be read. `hold`
-        is called with its size as that changes, and may raise `BadMessage` too."""
+        """Read and decompress the body, once; `BadMessage` if it has more than `limit` bytes or is invalid. `hold` is
+        called with its size whenever that changes, and may raise `BadMessage` too."""
         try:
             return await self._read(limit, hold)
         except BadMessage:
@@ -167,43 +166,40 @@ class HttpRequest:
         return plain
 
     def reply(self, status: int, fields: Fields, body: bytes, *, close: bool = False) -> None:
-        """A whole answer, sent at once."""
         head = self._head(status, [*fields, ("Content-Length", str(len(body)))], close)
         self.finished = True
         self._connection.transport.write(head if self.method == "HEAD" else head + body)
 
     def start(self, status: int, fields: Fields) -> None:
-        """Begin a streamed answer."""
         self.chunked = self.minor == 1
         more = [("Transfer-Encoding", "chunked")] if self.chunked else []
         self._connection.transport.write(self._head(status, [*fields, *more], close=not self.chunked))
 
     @property
     def full(self) -> bool:
-        """Whether the client reads slower than we write."""
+        """Whether the write buffer is full, since the client reads slowly."""
         return self._connection.full
 
     def send(self, data: bytes) -> None:
-        """More of a streamed answer."""
         self._connection.check()
         if framed := self._framed(data):
             self._connection.transport.write(framed)
 
     async def write(self, data: bytes) -> None:
-        """More of a streamed answer; waits while the client reads slower than we write."""
+        """Send a piece of a streamed answer; wait while the write buffer is full."""
         self.send(data)
         if self._connection.full:
             await self._connection.drain()
 
     async def finish(self, data: bytes = b"") -> None:
-        """The end of a streamed answer, and what is left of it."""
+        """Send the last piece of a streamed answer and its end."""
         self.finished = True
         end = b"0\r\n\r\n" if self.chunked and self.method != "HEAD" else b""
         self._connection.transport.write(self._framed(data) + end)
         await self._connection.drain()
 
     def _framed(self, data: bytes) -> bytes:
-        """A piece of the body as it is sent; nothing if there is no such piece."""
+        """A piece of the body in its transfer coding; empty for an empty piece and for HEAD."""
         if not data or self.method == "HEAD":
             return b""
         return b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data
@@ -220,8 +216,8 @@ class HttpRequest:
 
 
 def _length(method: str, headers: CIMultiDict[str], minor: int) -> int | None:
-    """The length of a body if its head says so. The parser has accepted the head; whatever it allows beyond one
-    Content-Length or one `chunked` is refused here."""
+    """The Content-Length, if any. Refuses heads that the parser accepts although they have more than one Content-Length
+    or one `chunked`."""
     codings, lengths = headers.getall("Transfer-Encoding", ()), headers.getall("Content-Length", ())
     if codings:
         if lengths:
@@ -239,7 +235,7 @@ def _length(method: str, headers: CIMultiDict[str], minor: int) -> int | None:
 
 
 def render(first: str, fields: Fields) -> bytes:
-    """The head of a message. `ValueError` if a field would break out of its line."""
+    """The head of a message. `ValueError` for a field with a line break."""
     lines = [first, *[f"{name}: {value}" for name, value in fields], "", ""]
     text = "\r\n".join(lines)
     if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:

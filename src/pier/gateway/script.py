@@ -1,9 +1,8 @@
-"""A model that follows a script: a YAML or JSON file of turns, for demos and tests with any agent and no provider.
+"""A model that follows a script, a YAML or JSON file of turns, for demos and tests with any agent and no provider.
 
-Turns say what to do (`shell`, `write`, `edit`, `finish`, ...) and are given as calls of whatever tools the agent
-offers, or in the text form of agents that offer none. Side calls (titles, quota probes, routers) get a
-short answer and use up no turn. A request that comes again unchanged gets the same turn again, as a retry should.
-`docs/reference/scripts.md` has the format.
+Turns contain actions (`shell`, `write`, `edit`, `finish`, ...), which become calls of the agent's tools, or text in the
+format of an agent without tools. Side calls (titles, quota probes, routers) get a short answer and do not use up a
+turn. An unchanged request, which is a retry, gets the same turn again. `docs/reference/scripts.md` has the format.
 """
 
 from __future__ import annotations
@@ -36,26 +35,25 @@ _FEW_TOKENS = 32
 
 
 def side_answer(request: Request, plain: str) -> str | None:
-    """The answer to a side call; None if the call is the work itself.
+    """The answer to a side call; None for any other call.
 
-    Such calls offer no tools, and either want JSON of a schema, or a few tokens only, or say that they are about a
-    title, a summary and the like. Claude Code offers its tools when it asks for a summary, and forbids their use.
+    Side calls offer no tools, and ask for JSON of a schema, for a few tokens, or for a title, a summary and the like.
+    Claude Code offers tools when it asks for a summary, but forbids their use.
     """
     last = next((message.text for message in reversed(request.messages) if message.role == "user"), "")
     if request.tools and _FORBIDS_TOOLS.search(last) and _SIDE.search(last):
         return plain
     if request.tools or text_form(request):
         return None
-    wanted = request.response_format
-    if wanted is not None and wanted.schema is not None:
-        return json.dumps(example(wanted.schema))
+    if request.response_format is not None and request.response_format.schema is not None:
+        return json.dumps(example(request.response_format.schema))
     if request.sampling.max_tokens is not None and request.sampling.max_tokens <= _FEW_TOKENS:
         return plain
     return plain if _SIDE.search("\n".join([*request.system, last[:2000], last[-2000:]])) else None
 
 
 def example(schema: Any) -> Any:
-    """The smallest value that fits a JSON schema."""
+    """A minimal value for a JSON schema."""
     if not isinstance(schema, Mapping):
         return {}
     if "const" in schema:
@@ -86,7 +84,7 @@ def example(schema: Any) -> Any:
 
 
 _REPEATS = 8
-"""How often an agent that does not stop gets the answer that the script is over, before that becomes an error."""
+"""How many calls after the end of the script get an answer; further ones fail."""
 
 
 class FailSpec(ScriptModel):
@@ -103,7 +101,7 @@ class UsageSpec(ScriptModel):
 
 
 class ActionSpec(ScriptModel):
-    """One thing to do; exactly one field."""
+    """One action; exactly one field is set."""
 
     shell: str | None = None
     write: Write | None = None
@@ -128,8 +126,8 @@ class TurnSpec(ActionSpec):
 
     @model_validator(mode="after")
     def _is_complete(self) -> TurnSpec:
-        said = (self.text, self.reasoning, self.finish, self.error)
-        if not self.all_actions() and all(item is None for item in said):
+        contents = (self.text, self.reasoning, self.finish, self.error)
+        if not self.all_actions() and all(item is None for item in contents):
             raise ValueError("a turn needs text, reasoning, an action, finish or error")
         if self.finish is not None and (self.text is not None or self.all_actions()):
             raise ValueError("finish must be a separate turn")
@@ -140,7 +138,7 @@ class TurnSpec(ActionSpec):
 
 
 class WhenSpec(ScriptModel):
-    """Which calls a lane answers; all that is given must hold."""
+    """Conditions for the calls that a lane answers; all that are set must hold."""
 
     model: str | None = None
     system: str | None = None
@@ -157,12 +155,12 @@ class ScriptFile(ScriptModel):
     turns: list[TurnSpec] = Field(min_length=1)
     lanes: list[LaneSpec] = Field(default_factory=list)
     side: str | None = "Scripted session"
-    """The answer to side calls; null takes every call for work."""
+    """The answer to side calls; null disables their detection."""
 
 
 @dataclass
 class _Lane:
-    """Turns in order, and how far they are used up."""
+    """Turns in order, and the number of those used."""
 
     name: str
     turns: list[TurnSpec]
@@ -184,7 +182,7 @@ class _Lane:
 
 
 class Script:
-    """A policy that plays a script. One object plays it once, for one session."""
+    """A policy that plays a script once, for one session."""
 
     def __init__(self, file: ScriptFile, name: str = "script") -> None:
         self.name = name
@@ -194,7 +192,7 @@ class Script:
 
     @classmethod
     def load(cls, path: Path) -> Script:
-        """Read a script; `UsageError` says where it is wrong."""
+        """Read a script; raise `UsageError` with the places of mistakes."""
         try:
             value = yaml.safe_load(path.read_text())
         except OSError as error:
@@ -244,7 +242,7 @@ class Script:
         return turn
 
     def _after_end(self, lane: _Lane, request: Request) -> Turn:
-        """The script is over: its own last word again if that was `finish`, else that it is over."""
+        """The answer to calls after the last turn: that turn if it is `finish`, else that the script is over."""
         lane.repeats += 1
         last = lane.turns[-1]
         over = f"The script {self.name} is over: it has {len(lane.turns)} turns, and the agent asked for another."
@@ -255,11 +253,11 @@ class Script:
 
 
 def _all_edits(turns: list[TurnSpec]) -> TurnSpec:
-    """All that is left to do in one answer, for agents such as aider, which ask once and take edits only."""
+    """All remaining edits in one turn, for agents such as aider, which make one call and accept only edits."""
     edits = [action for turn in turns for action in turn.all_actions() if isinstance(action, Write | ScriptedEdit)]
-    words = [text for turn in turns if (text := turn.text or turn.finish)]
+    texts = [text for turn in turns if (text := turn.text or turn.finish)]
     specs = [ActionSpec(write=item) if isinstance(item, Write) else ActionSpec(edit=item) for item in edits]
-    text = "\n\n".join(words) or (None if specs else "There is nothing to edit.")
+    text = "\n\n".join(texts) or (None if specs else "There is nothing to edit.")
     return TurnSpec(text=text, actions=specs)
 
 
@@ -275,21 +273,21 @@ def _play(spec: TurnSpec, request: Request, label: str) -> Turn:
 def _turn(
     request: Request, parts: tuple[Part, ...], stop: StopReason, usage: UsageSpec | None, id_: str | None
 ) -> Turn:
-    given, said = usage or UsageSpec(), _count_characters(parts)
-    asked = sum(map(len, request.system)) + sum(_count_characters(message.parts) for message in request.messages)
-    asked += sum(len(tool.description or "") + len(json.dumps(tool.schema or {})) for tool in request.tools)
-    counted = Usage(
-        input_tokens=given.input if given.input is not None else asked // 4 + 1,
-        output_tokens=given.output if given.output is not None else said // 4 + 1,
-        cached_tokens=given.cached,
-        reasoning_tokens=given.reasoning,
-        cost_usd=given.cost_usd,
+    spec = usage or UsageSpec()
+    prompt = sum(map(len, request.system)) + sum(_count_characters(message.parts) for message in request.messages)
+    prompt += sum(len(tool.description or "") + len(json.dumps(tool.schema or {})) for tool in request.tools)
+    counts = Usage(
+        input_tokens=spec.input if spec.input is not None else prompt // 4 + 1,
+        output_tokens=spec.output if spec.output is not None else _count_characters(parts) // 4 + 1,
+        cached_tokens=spec.cached,
+        reasoning_tokens=spec.reasoning,
+        cost_usd=spec.cost_usd,
     )
-    return Turn(parts, stop, counted, id_, request.model)
+    return Turn(parts, stop, counts, id_, request.model)
 
 
 def _count_characters(parts: Iterable[Part]) -> int:
-    """Characters of a message, for a token count that is of the right order."""
+    """Number of characters in a message, for estimating tokens."""
     size = 0
     for part in parts:
         match part:

@@ -1,4 +1,4 @@
-"""The gateway itself: one server, thousands of sessions, on a host port, a unix socket or inside sandboxes."""
+"""The gateway: one server for thousands of sessions, on a host port, a unix socket or inside sandboxes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import resource
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +19,7 @@ from pier.gateway.call import Caller, CallerGone
 from pier.gateway.http import Server
 from pier.gateway.metrics import GatewayMetrics
 from pier.gateway.policy import Upstream, for_session
-from pier.gateway.providers import Directory, Provider, Target, with_tokens
+from pier.gateway.providers import Directory, Provider, Target
 from pier.gateway.request import HttpRequest
 from pier.gateway.session import Answerer, ByPolicy, ByProvider, Session, Terms
 from pier.gateway.upstream import Upstreams
@@ -37,7 +38,7 @@ _PER_SESSION = 8
 
 class BodyCache:
     """The arrays of the last bodies of each session, so that only the new messages of a turn are parsed: a request of
-    200 kB takes half the processor time. The session that was quiet for longest is forgotten first."""
+    200 kB takes half the processor time. The least recently used session is evicted first."""
 
     def __init__(self, limit: int = _CACHED) -> None:
         self._limit = limit
@@ -65,13 +66,12 @@ class BodyCache:
 
 
 _MOST = 512
-"""Connections of one session at its own address, so that an agent cannot use up the files of all others."""
+"""Connections of one session at its own address, so that an agent cannot use up all file descriptors."""
 _MANY = 1 << 16
 
 
 def _allow_many_files() -> None:
-    """Take what the machine allows of open files: a stream needs two, and the usual limit is meant for programs that
-    wait for few."""
+    """Raise the soft limit of open files, since each stream needs two."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _MANY:
         most = _MANY if hard == resource.RLIM_INFINITY else min(hard, _MANY)
@@ -79,9 +79,10 @@ def _allow_many_files() -> None:
 
 
 class Gateway:
-    """Made once, used as an async context manager; `session` gives each agent its own key.
+    """An async context manager; `session` creates a session with its own key for each agent.
 
-    `keep_alive` is the longest silence in a streamed answer, `silence` the longest of an upstream, both in seconds.
+    `keep_alive` is the interval of keep-alives in quiet streams, `silence` the timeout for reads from an upstream, both
+    in seconds.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Gateway:
         self._servers: dict[str | None, Server] = {}
         self._listening: dict[str, list[asyncio.Server]] = {}
         self.metrics = GatewayMetrics()
-        self.metrics.gauge("open_sessions", "Sessions with a living key.", lambda: len(self._sessions))
+        self.metrics.gauge("open_sessions", "Sessions that are not closed.", lambda: len(self._sessions))
         self._stack = ExitStack()
 
     async def __aenter__(self) -> Gateway:
@@ -148,10 +149,10 @@ class Gateway:
         sampling: Sampling | None = None,
         on_generation: OnGeneration | None = None,
     ) -> Session:
-        """A new session. `model` serves every name that the agent uses, but for those in `models` (patterns to model
-        names); without one, each name finds its own provider. `pool` is a budget shared with other sessions;
-        `redactor` removes secrets from the recording; `sampling` replaces those of the agent's parameters that it
-        names; `on_generation` is called with each generation when it is over."""
+        """Create a session. `model` serves every name that the agent uses, except those in `models` (patterns to model
+        names); without it, the provider is found by each name. `pool` is a budget shared with other sessions;
+        `redactor` removes secrets from the recording; `sampling` overrides the agent's parameters; `on_generation` is
+        called with each generation when it is over."""
         terms = Terms(
             model=model,
             models=models or {},
@@ -178,23 +179,23 @@ class Gateway:
     def answerer(
         self, model: str, terms: Terms, upstream: Upstream | None = None, *, by_agent: bool = False
     ) -> Answerer:
-        """Who answers for `model`: `script:PATH`, `replay:PATH`, or a model's name, at the upstream that is given;
-        `UsageError` if there is none, or a limit cannot be enforced. A name that came with a request (`by_agent`) is
-        that of a model: files of this machine are the user's to name."""
-        given = for_session(upstream, terms.labels)
+        """The answerer for `model`, which is `script:PATH`, `replay:PATH`, or a model's name at the upstream;
+        `UsageError` if there is none, or a limit cannot be enforced. A name in a request (`by_agent`) is always that of
+        a model, since only users may name files of this machine."""
+        chosen = for_session(upstream, terms.labels)
+        owner = upstream if chosen is not upstream else None
         scheme, _, rest = ("" if by_agent else model).partition(":")
-        if given is None and scheme == "script":
+        if chosen is None and scheme == "script":
             from pier.gateway.script import Script
 
             return ByPolicy(Script.load(Path(rest)), "scripted")
-        if given is None and scheme == "replay":
+        if chosen is None and scheme == "replay":
             from pier.gateway.replay import Replay
 
             return Replay.load(Path(rest))
-        if callable(given):
-            return ByPolicy(given, model, upstream)
-        is_provider = isinstance(given, Provider)
-        target = Target(given, model) if is_provider else self.directory.target(model, given)
+        if callable(chosen):
+            return ByPolicy(chosen, model, owner)
+        target = Target(chosen, model) if isinstance(chosen, Provider) else self.directory.target(model, chosen)
         limits = (terms.budget, terms.shared)
         target.provider.check()
         if any(limit.cost_usd is not None for limit in limits) and not is_priced(target.model, target.provider.name):
@@ -203,12 +204,13 @@ class Gateway:
                 hint="limit tokens instead",
                 code="price-unknown",
             )
-        target = with_tokens(target) if terms.tokens else target
+        if terms.tokens:
+            target = replace(target, provider=replace(target.provider, tokens=True))
         usage = any(limit.counts_tokens for limit in limits)
-        return ByProvider(target, usage, upstream if is_provider else None)
+        return ByProvider(target, usage, owner)
 
     def forget(self, session: Session) -> bool:
-        """The session's key is dead from now on. Whether it was alive."""
+        """Invalidate the session's key; return whether it was valid."""
         self.bodies.forget(session.id)
         server = self._servers.pop(session.id, None)
         if server:
@@ -218,8 +220,7 @@ class Gateway:
         return self._sessions.pop(_digest(session.key), None) is not None
 
     def protocol_factory(self, session: Session | None = None) -> Server:
-        """Makes an asyncio protocol per connection, e.g. for `Sandbox.listen`. With a session it takes that one's key
-        only."""
+        """A factory of asyncio protocols, e.g. for `Sandbox.listen`. With a session only its key is accepted."""
         name = session.id if session else None
         if name not in self._servers:
             serve = partial(self._serve, bound=session)
@@ -227,7 +228,7 @@ class Gateway:
         return self._servers[name]
 
     async def serve(self, host: str = "127.0.0.1", port: int = 0, session: Session | None = None) -> str:
-        """Listen on a port of this machine until the gateway, or the session, is closed; the URL."""
+        """Listen on a port of this machine until the gateway, or the session, is closed; return the URL."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self.protocol_factory(session), host, port)
         if session:
@@ -243,7 +244,7 @@ class Gateway:
         self._stack.callback(server.close)
 
     def _find(self, key: str, bound: Session | None) -> Session | None:
-        found = self._sessions.get(_digest(key))  # by digest: how long a lookup takes says nothing about a key
+        found = self._sessions.get(_digest(key))  # by digest, so that timing reveals nothing about keys
         return found if bound in (None, found) else None
 
     async def _serve(self, request: HttpRequest, bound: Session | None) -> None:
@@ -257,7 +258,7 @@ class Gateway:
             if caller.route.kind == "unknown":
                 message = f"unknown route {request.method} {request.path}"
                 return await caller.reply(404, caller.error_bytes(404, message, "not_found"), close=True)
-            message = "this key is not known here, or its session is over"
+            message = "unknown key, or its session is over"
             return await caller.reply(401, caller.error_bytes(401, message, "authentication"), close=True)
         try:
             return await session.serve(caller)

@@ -1,8 +1,8 @@
-"""One agent's life at the gateway: a key, a model, a budget, a recording.
+"""A session of the gateway: a key, a model, a budget and a recording for one agent.
 
-The key is identity and credential in one; nothing of another session can be reached with it, and it is dead once the
-session is closed. A session serves what agents really ask: generations, token counts, lists of models, probes. Its
-calls are answered by a provider, a policy, a script or a recording, found by the model's name.
+The key is both identity and credential; it gives no access to other sessions and is invalid once the session is closed.
+A session serves generations, token counts, lists of models, and probes. Its calls are answered by a provider, a policy,
+a script or a recording, which is found by the model's name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from pier.gateway.providers import Target
 from pier.gateway.relay import decided, relay, translated
 from pier.gateway.request import BadMessage
 from pier.gateway.upstream import UpstreamFailed, Upstreams, read_answer
-from pier.record.redact import Scrubber
 from pier.record.writer import CallRecord, Durable, Outcome, Recorder
 from pier.redact import Redactor
 from pier.trajectory.calls import RECENT, Generation, Node, OnGeneration, compute_keys, with_version
@@ -36,6 +35,7 @@ from pier.wire.body import MOST_VALUES, Body, count_values, memory_of, parse
 from pier.wire.checks import close_book, is_closed, offline, prescribe
 from pier.wire.dialects import BadRequest
 from pier.wire.faults import Fault
+from pier.wire.headers import Scrubber
 from pier.wire.translate import Memory
 from pier.wire.turn import ErrorKind, Sampling, Turn
 from pier.wire.values import load
@@ -45,11 +45,9 @@ if TYPE_CHECKING:
 
 
 class Answerer(Protocol):
-    """One kind of upstream."""
-
     @property
     def model(self) -> str:
-        """The name that the agent sees."""
+        """The name for the agent."""
         ...
 
     async def answer(self, x: Exchange) -> None: ...
@@ -57,12 +55,12 @@ class Answerer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ByProvider:
-    """A provider over HTTP: relayed if it speaks the agent's dialect, else translated."""
+    """A provider over HTTP: calls are relayed if it supports the agent's dialect, else translated."""
 
     target: Target
     usage: bool = False
     owner: object = None
-    """What chose the provider, and may know the version of its weights."""
+    """The object that chose the provider, which may know the version of its weights."""
 
     @property
     def model(self) -> str:
@@ -70,19 +68,19 @@ class ByProvider:
 
     @property
     def version(self) -> str | None:
-        return version_of(self.owner)
+        return version_of(self.owner) if self.owner is not None else None
 
     async def answer(self, x: Exchange) -> None:
         x.target, login = self.target, self.target.provider.login
         if login and not (login.dialect == x.caller.route.dialect and login.serves(x.caller.user_agent)):
-            words = f"the login of {login.title} serves {login.title} alone; other agents need {login.key_name}"
-            return await x.fail(400, words, "invalid_request")
+            message = f"the login of {login.title} serves only {login.title}; other agents need {login.key_name}"
+            return await x.fail(400, message, "invalid_request")
         if x.caller.route.dialect in self.target.provider.dialects and (x.caller.route.sse or not x.stream):
             return await relay(x, self.target, usage=self.usage)
         return await translated(x, self.target)
 
     async def count(self, caller: Caller, body: Body, record: CallRecord, upstreams: Upstreams) -> bytes | None:
-        """The provider's own count of tokens; None if it has none."""
+        """The provider's token count; None if it has none."""
         path = caller.dialect.count_path(self.target.model)
         login = self.target.provider.login
         if caller.route.dialect not in self.target.provider.dialects or path is None:
@@ -104,8 +102,6 @@ class ByProvider:
 
 @dataclass(frozen=True, slots=True)
 class ByPolicy:
-    """A callable in this process."""
-
     policy: Policy
     model: str
     owner: object = None
@@ -121,18 +117,18 @@ class ByPolicy:
 log = logging.getLogger(__name__)
 _BIG = 1024 * 1024
 _MOST_CACHED = 200_000
-"""JSON values of a body that is cached: the cache is bounded by characters, and small values take up far more."""
+"""Maximum JSON values of a cached body: the cache is bounded by characters, and small values need far more memory."""
 LARGEST_RECORDING = 1 << 30
-"""Bytes. What is sent again is recorded once, so only an agent that fills the disk gets there."""
+"""Bytes. Repeated messages are recorded once, so only an agent that fills the disk reaches it."""
 LARGEST_HELD = 128 << 20
-"""Bytes of the requests of one session under way, so that an agent cannot use up the memory of all others."""
+"""Bytes of a session's requests in progress, so that an agent cannot use up the memory of others."""
 LARGEST_WORK = 256 << 20
-"""What they may take up in memory when they are parsed: others wait. One alone may take up twice as much."""
+"""Bytes of memory for parsing a session's requests: further ones wait. A single request may use twice as much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What was agreed for a session."""
+    """The settings of a session."""
 
     model: str | None
     models: Mapping[str, str] = field(default_factory=dict)
@@ -150,9 +146,9 @@ class Terms:
     redactor: Redactor | None = None
     """Removes secrets from the recording."""
     sampling: Sampling | None = None
-    """What replaces the agent's own sampling parameters."""
+    """Replaces the agent's sampling parameters."""
     on_generation: OnGeneration | None = None
-    """Is called with each generation when it is over; the session keeps them too."""
+    """Called with each generation when it is over; the session keeps them too."""
 
 
 class Session:
@@ -165,13 +161,13 @@ class Session:
         self.meter = Meter(terms.budget)
         self.counts = CallCounts()
         self.ended: str | None = None
-        """Why no further turn is given, once that is so."""
+        """The reason why no further turn is given; None while turns are given."""
         self.pool_ended = False
-        """Whether that is because the pool, which this session shares with others, is used up."""
+        """Whether the reason is the pool, which this session shares with others."""
         self.stop_reason: BudgetStop | None = None
-        """The same as one word."""
+        """The reason as one word."""
         self.generations: list[Generation] = []
-        """What is over so far, in memory; only with `on_generation`."""
+        """The generations so far; only with `on_generation`."""
         self.gateway = gateway
         self._meters = (self.meter, pool) if pool else (self.meter,)
         self._answer = answer
@@ -192,37 +188,37 @@ class Session:
 
     @property
     def model(self) -> str:
-        """The name that the agent sees."""
+        """The name for the agent."""
         return self._answer.model if self._answer else "any"
 
     @property
     def served_by(self) -> str | None:
-        """Who answers, and with whose credential, as a text for people; None if that depends on the model's name, or no
-        provider is asked."""
+        """A description of the provider and its credential; None if these depend on the model's name, or there is no
+        provider."""
         provider = self._answer.target.provider if isinstance(self._answer, ByProvider) else None
         return f"{provider.name} with {provider.credential}" if provider else None
 
     def endpoint(self, url: str | None = None) -> Endpoint:
-        """What an agent needs to call: at `url`, or on a sandbox's own loopback."""
+        """The settings for an agent: the gateway is at `url`, or on the sandbox's loopback."""
         address = url or f"http://127.0.0.1:{GATEWAY_PORT}"
         terms = self.terms
         return Endpoint(address.rstrip("/"), self.key, self.model, terms.context_window, terms.max_output_tokens)
 
     def stop(self, reason: str) -> None:
-        """Give no further turn; calls under way may end."""
+        """Give no further turn; calls in progress continue."""
         self.ended, self.stop_reason = self.ended or reason, self.stop_reason or "stopped"
         for meter in self._meters:
             meter.wake()
 
     async def drain(self) -> None:
-        """Cut off the calls under way; comes back when their ends are recorded."""
+        """Cancel the calls in progress and wait until their ends are recorded."""
         for task in self._calls:
             task.cancel()
         if self._calls:
             await asyncio.wait(self._calls, timeout=10)
 
     async def close(self, reason: str = "done") -> None:
-        """The key is dead, calls under way are cut off, the recording is complete. Idempotent."""
+        """Invalidate the key, cancel calls in progress and complete the recording. Idempotent."""
         if not self.gateway.forget(self):
             return
         self.ended = self.ended or reason
@@ -242,7 +238,7 @@ class Session:
         await asyncio.shield(self.close())
 
     async def serve(self, caller: Caller) -> None:
-        """Answer one request that carried this session's key."""
+        """Answer one request with this session's key."""
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
@@ -268,15 +264,14 @@ class Session:
             self._freed.set()
 
     def _hold(self, caller: Caller, size: int) -> None:
-        """Count what a request takes up in memory until it is answered; `BadMessage` if that is too much."""
+        """Count the size of a request in progress; `BadMessage` if the session's requests are too large."""
         self._held += size - caller.held
         caller.held = size
         if self._held > LARGEST_HELD:
-            words = f"the requests under way of this session are larger than {LARGEST_HELD >> 20} MiB together"
-            raise BadMessage(words, 413)
+            raise BadMessage(f"the requests in progress of this session exceed {LARGEST_HELD >> 20} MiB", 413)
 
     async def _admit(self, caller: Caller, size: int) -> None:
-        """Wait until there is room for what a request takes up once it is parsed; `BadMessage` if there never is."""
+        """Wait until there is enough memory for parsing a request; `BadMessage` if it needs too much."""
         if size > 2 * LARGEST_WORK:
             raise BadMessage(f"the request would take up more than {LARGEST_WORK >> 19} MiB of memory", 413)
         while self._work and self._work + size > LARGEST_WORK:
@@ -318,8 +313,8 @@ class Session:
         elif kind == "model":
             value = caller.dialect.model_body(caller.route.model or self.model)
         else:
-            words = f"unknown route {caller.request.method} {caller.request.path}"
-            return await self._turn_down(caller, raw, 404, words, "not_found")
+            message = f"unknown route {caller.request.method} {caller.request.path}"
+            return await self._turn_down(caller, raw, 404, message, "not_found")
         record = self.recorder.call(caller.facts(), raw)
         record.end("ok", 200)
         await self.recorder.commit()
@@ -328,7 +323,7 @@ class Session:
     async def _turn_down(
         self, caller: Caller, raw: bytes, status: int, message: str, kind: ErrorKind, outcome: Outcome = "error"
     ) -> None:
-        """Say no before anything was asked of a model."""
+        """Answer with an error before any model is asked."""
         record = self.recorder.call(caller.facts(), raw)
         data = caller.error_bytes(status, message, kind)
         record.status("delivered", status, {"content-type": "application/json"}, False)
@@ -338,8 +333,8 @@ class Session:
         return await caller.reply(status, data, close=status == 413)
 
     async def _count(self, caller: Caller, body: Body) -> None:
-        """As the provider counts, if it speaks this dialect and may see all that is counted; else roughly, four
-        characters a token."""
+        """Answer with the provider's token count if it supports this dialect and may see the request; else estimate
+        four characters a token."""
         record = self.recorder.call(caller.facts(), body)
         counted, dialect = None, caller.route.dialect
         try:
@@ -374,9 +369,9 @@ class Session:
                 raise
             except UsageError as error:
                 return await x.fail(400, error.explain(), "invalid_request")
-            except RecursionError:  # only what is nested as deeply as the agent chose
+            except RecursionError:  # only the agent's request is nested deeply
                 return await x.fail(400, "the request is nested too deeply", "invalid_request")
-            except Exception as error:  # whatever broke, the agent gets an error in its dialect
+            except Exception as error:  # the agent gets an error in its dialect in any case
                 log.exception("a call of session %s failed", self.id)
                 message = f"the gateway failed: {type(error).__name__}: {error}"
                 return await x.fail(500, message, "server", fault="gateway")
@@ -386,7 +381,7 @@ class Session:
                     self._collect(x, *x.outcome)
 
     def _collect(self, x: Exchange, outcome: Outcome, status: int, fault: Fault | None) -> None:
-        """Keep a generation that is over. One whose request no dialect can read is left out."""
+        """Keep a generation that is over, unless its request is not of its dialect."""
         if self.terms.on_generation is None:
             return
         try:
@@ -447,7 +442,7 @@ class Session:
         return await chosen.answer(x)
 
     def _prescribe(self, x: Exchange, sampling: Sampling) -> None:
-        """Put the session's sampling parameters in place of the agent's."""
+        """Replace the agent's sampling parameters by the session's."""
         asked = x.caller.dialect.parse_request(x.body.value, x.caller.route).sampling
         body, edits = prescribe(x.caller.route.dialect, x.body.value, asked, sampling)
         if edits:
@@ -455,7 +450,7 @@ class Session:
             x.record.note(sampling=sampling.given())
 
     async def _wait_for_turn(self, turn: Reservation) -> str | None:
-        """Wait until the turn is reserved; else the reason, as a message to the agent."""
+        """Wait until the turn is reserved and return None, or return the reason why there is no turn."""
         for meter in self._meters:
             await meter.pace()
         while True:
@@ -466,7 +461,7 @@ class Session:
             await full.change()
 
     def _refusal(self) -> str | None:
-        """Why there is no further turn, as a message to the agent; None if there is one, or may yet be."""
+        """The reason why there is no further turn, as a message; None if one is or may become available."""
         for meter in self._meters:
             if not self.ended and (limit := meter.reached()):
                 self.ended, self.stop_reason = f"budget: {limit.description}", limit.reason
@@ -474,7 +469,7 @@ class Session:
         return f"pier gives no further turn ({self.ended}); finish without the model" if self.ended else None
 
     def _answerer(self, asked: str) -> Answerer:
-        """Who answers for the name that the agent used. A session with a model gives it to every name."""
+        """The answerer for the model's name in a request. A session with a model uses it for every name."""
         name = next((name for pattern, name in self.terms.models.items() if fnmatchcase(asked, pattern)), None)
         if name is None and self._answer:
             return self._answer

@@ -1,9 +1,8 @@
-"""Sends a request to a provider and comes back with an answer that has begun, or with why there is none.
+"""Sends requests to providers and returns answers that have begun, or the reasons why there are none.
 
-Passing faults (429, 5xx, 529, a connection that breaks before the first byte of an answer, an error event before the
-first content of a stream) are met here with further attempts, so that agents never see them. An answer that has begun
-is never asked for twice. A kept connection that the provider had given up in the meantime is not a fault: the request
-is repeated at once on another one.
+Transient faults (429, 5xx, 529, a connection that breaks before the first byte of an answer, an error event before the
+first content of a stream) are retried, so that agents never see them. A request whose answer has begun is not retried.
+A kept connection that the provider had closed is not a fault: the request is repeated at once on another one.
 """
 
 from __future__ import annotations
@@ -22,38 +21,37 @@ from pier.gateway.budget import Limiter, Retry, pause
 from pier.gateway.login import LoginRefused
 from pier.gateway.pool import Answer, ConnectionPool, NoAnswer
 from pier.gateway.providers import Provider
-from pier.record.redact import Scrubber, redacted_path
 from pier.record.writer import CallRecord, Recorder
 from pier.wire.body import Body, parse
 from pier.wire.dialects import DIALECTS
 from pier.wire.faults import Fault, classify, error_in
-from pier.wire.relayed import plain_headers
+from pier.wire.headers import Scrubber, plain_headers, redacted_path
 from pier.wire.sse import Framer, MalformedAnswer, data_of, events_of
 from pier.wire.turn import DialectName, ErrorKind
 from pier.wire.values import dump, kind_of_status, load
 
 MAX_ANSWER = 64 * 1024 * 1024
 _MAX_ERROR = 1024 * 1024
-"""No larger answer is an error."""
+"""Larger answers are not examined for errors."""
 _BEGINNING = 512
-"""An answer that is an error says so in its first bytes."""
+"""The first bytes of an answer, in which an error is recognised."""
 
 
 @dataclass(eq=False)
 class UpstreamFailed(Exception):
-    """There is no answer. `body` is the provider's own error in its dialect, when it sent one. `passing`: trying again
-    may help, after the pause that was `asked` for; `stale`: the provider had given up the kept connection already."""
+    """There is no answer. `body` is the provider's error in its dialect, if it sent one. `retryable`: a retry may help,
+    after the pause that was `asked` for; `stale`: the provider had closed the kept connection already."""
 
     status: int
     message: str
     kind: ErrorKind
     body: bytes | None = None
     fault: Fault = "provider"
-    passing: bool = False
+    retryable: bool = False
     asked: float | None = None
     stale: bool = False
     source: Literal["api", "front"] | None = None
-    """Who refused: the provider's API in its own words, or maybe a server in front of it; None if nothing did."""
+    """The origin of a refusal: the provider's API, or maybe a server in front of it; None for other failures."""
 
     def __str__(self) -> str:
         return self.message
@@ -61,7 +59,7 @@ class UpstreamFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A request to a provider. `body` is None when it is the agent's own, which is `data` then too."""
+    """A request to a provider. `body` is None if `data` is the agent's body, unchanged."""
 
     provider: Provider
     dialect: DialectName
@@ -71,22 +69,22 @@ class Outgoing:
     data: bytes
     body: Body | None = None
     query: str = ""
-    """What the agent added to the path."""
+    """The agent's query parameters."""
     dropped: tuple[str, ...] = ()
-    """The names of the agent's headers and fields that are left out."""
+    """Names of the agent's headers and fields that are not sent."""
 
     @property
     def target(self) -> str:
         return f"{self.path}?{self.query}" if self.query else self.path
 
     def without(self, failed: UpstreamFailed) -> Outgoing | None:
-        """The same with nothing of the agent's but the fields of the body that it needs, and for a login its client's
-        name; None if the failure cannot be due to the rest. An API refuses features, such as betas and tiers of
-        service; a server in front of it may refuse anything."""
+        """The request without the agent's headers, query and optional fields, except a login's client name; None if the
+        failure cannot be due to these. An API refuses features, such as betas and service tiers; a server in front of
+        it may refuse anything."""
         if failed.fault == "agent" or failed.source is None:
             return None
         dialect, body, data = DIALECTS[self.dialect], self.body, self.data
-        optional = dict.fromkeys(dialect.optional_fields(value := json.loads(data)))  # an agent may send very many
+        optional = dict.fromkeys(dialect.optional_fields(value := json.loads(data)))  # a dict: there may be many
         asks_for_features = self.query or optional or any(map(dialect.is_client_header, self.headers))
         if failed.source == "api" and not asks_for_features:
             return None
@@ -104,11 +102,9 @@ class Outgoing:
 
 @dataclass
 class Upstreams:
-    """Asks the providers of one gateway."""
-
     retry: Retry = field(default_factory=Retry)
     silence: float = 900.0
-    """An upstream is given up after this many seconds without a byte."""
+    """Seconds without a byte after which a read from an upstream times out."""
     _limiters: dict[tuple[str, str | None], Limiter] = field(default_factory=dict)
 
     @cached_property
@@ -122,27 +118,27 @@ class Upstreams:
         return self._limiters[place]
 
     def forget(self, session: Recorder) -> None:
-        """A session is over, and no longer one that uses its providers."""
+        """Remove an ended session from the limiters."""
         for limiter in self._limiters.values():
             limiter.forget(session)
 
     async def ask(self, out: Outgoing, record: CallRecord) -> Answer:
-        """The beginning of a good answer (status below 400), as a context manager: leaving early ends the upstream's
-        generation."""
+        """Send a request until it gets a good answer (status below 300) and return its beginning, a context manager:
+        leaving it early ends the upstream's generation."""
         limiter, session = self.limiter(out.provider), record.recorder
         began, attempt, stale = time.monotonic(), 0, False
         while True:
             attempt += not stale
             began += await limiter.acquire(session, lambda: record.held("rate_limit"))
             try:
-                found = await self._try(out, record, attempt, began)
+                outcome = await self._try(out, record, attempt, began)
             except BaseException:
                 limiter.release()
                 raise
-            if isinstance(found, Answer):
-                found.limiter = limiter
-                return found
-            failed, wait = found
+            if isinstance(outcome, Answer):
+                outcome.limiter = limiter
+                return outcome
+            failed, wait = outcome
             stale = failed.stale
             if failed.asked:
                 limiter.close_for(session, wait)
@@ -153,12 +149,12 @@ class Upstreams:
     async def _try(
         self, out: Outgoing, record: CallRecord, attempt: int, began: float
     ) -> Answer | tuple[UpstreamFailed, float]:
-        """An answer; or a fault that may pass, and how long to wait until the next attempt."""
+        """An answer; or a transient fault and the seconds to wait until the next attempt."""
         try:
             return await self._attempt(out, record)
         except UpstreamFailed as failed:
             wait = 0.0 if failed.stale else None
-            if failed.passing and not failed.stale:
+            if failed.retryable and not failed.stale:
                 limited = failed.fault == "rate_limit"
                 wait = self.retry.pause(attempt, time.monotonic() - began, failed.asked, limited=limited)
             plain = out.without(failed) if wait is None else None
@@ -170,8 +166,8 @@ class Upstreams:
             return failed, wait
 
     async def _ask_plainly(self, plain: Outgoing, record: CallRecord, failed: UpstreamFailed) -> Answer:
-        """Ask once more, without the agent's headers, query and optional fields: only what is refused then too is the
-        provider's fault. With a login some may be needed, so that only an answer counts."""
+        """Retry once without the agent's headers, query and optional fields: the failure is the provider's fault only
+        if that is refused too. With a login some of these may be required, so then only an answer counts."""
         try:
             return await self._attempt(plain, record)
         except UpstreamFailed as again:
@@ -194,23 +190,24 @@ class Upstreams:
                 record.attempt({**facts, "url": redacted_path(address)}, out.body)
                 answer = await self.pool.send(address, headers, out.data)
         except NoAnswer as error:
-            words, status = f"{provider.name} cannot be reached: {error}", 502
+            message, status = f"{provider.name} cannot be reached: {error}", 502
             if error.timed_out:
-                words, status = f"{provider.name} did not answer in time", 504
+                message, status = f"{provider.name} did not answer in time", 504
             raise UpstreamFailed(
                 status,
-                words,
+                message,
                 kind_of_status(status),
-                passing=error.passing,
+                retryable=error.retryable,
                 stale=error.stale,
                 source="front" if error.hung_up else None,
             ) from None
         except LoginRefused as error:
-            # 400: some agents take a 401 for a fault that passes, and ask again for minutes
-            status = 503 if error.passing else 400
-            raise UpstreamFailed(status, str(error), "authentication", passing=error.passing) from None
+            # 400, since some agents treat 401 as transient and retry for minutes
+            status = 503 if error.retryable else 400
+            raise UpstreamFailed(status, str(error), "authentication", retryable=error.retryable) from None
         if answer.status >= 300:
-            raise await _refused(answer, out, record)
+            raw = await answer.read_short(MAX_ANSWER)
+            raise _failure(answer, raw, _decoded(raw), out, record)
         try:
             await _look_ahead(answer, out, record)
         except BaseException:
@@ -219,7 +216,7 @@ class Upstreams:
         return answer
 
     async def _send_with_login(self, out: Outgoing, facts: Mapping[str, Any], record: CallRecord) -> Answer:
-        """Send with the user's login. A token that is refused is refreshed once."""
+        """Send with the user's login. A refused token is refreshed once."""
         login, refused = out.provider.login, None
         assert login is not None
         facts = {**facts, "url": login.base, "login": login.title}
@@ -232,47 +229,34 @@ class Upstreams:
             answer = await self.pool.send(*sent)
             if answer.status != 401:
                 if answer.status < 300:
-                    answer.unwrapper = login.unwrapper(stream=_is_stream(answer))
+                    answer.unwrapper = login.unwrapper(stream=answer.is_stream)
                 return answer
-            said = await login.refusal(answer)
+            reason = await login.refusal(answer)
             if refused is not None:
-                raise LoginRefused(f"{said}; run: {login.command}")
+                raise LoginRefused(f"{reason}; run: {login.command}")
             refused = login.tokens.access
-            record.failed(said, 0.0, None)
-
-
-async def _refused(answer: Answer, out: Outgoing, record: CallRecord) -> UpstreamFailed:
-    """What an error answer means."""
-    read = bytearray()
-    try:
-        while len(read) < MAX_ANSWER and (part := await answer.read()):
-            read += part
-    except OSError:
-        read.clear()
-    finally:
-        answer.close()
-    raw = bytes(read)
-    return _failure(answer, raw, _decoded(raw), out, record)
+            record.failed(reason, 0.0, None)
 
 
 def _failure(answer: Answer, raw: bytes, error: object, out: Outgoing, record: CallRecord) -> UpstreamFailed:
     scrub = Scrubber(*out.provider.secrets)
     raw = scrub(raw)
-    record.status("upstream", answer.status, answer.headers, answer.status < 300 and _is_stream(answer))
+    record.status("upstream", answer.status, answer.headers, answer.status < 300 and answer.is_stream)
     record.chunk("upstream", raw)
     status = answer.status if answer.status >= 400 or answer.status < 300 else 502
     failure = classify(status, error, answer.headers, out.data)
-    words = scrub(json.dumps(error).encode()) if answer.status < 300 else raw
-    message, kind = DIALECTS[out.dialect].parse_error(failure.status, _decoded(words))
-    own = raw if isinstance(_decoded(raw), dict) and failure.status == answer.status else None
-    said = message or f"{out.provider.name} answered {answer.status}"
+    text = scrub(json.dumps(error).encode()) if answer.status < 300 else raw
+    message, kind = DIALECTS[out.dialect].parse_error(failure.status, _decoded(text))
+    message = message or f"{out.provider.name} answered {answer.status}"
+    body = raw if isinstance(_decoded(raw), dict) and failure.status == answer.status else None
     source = "api" if error_in(error) is not None else "front"
-    return UpstreamFailed(failure.status, said, kind, own, failure.fault, failure.passing, failure.asked, source=source)
+    retryable, asked = failure.retryable, failure.asked
+    return UpstreamFailed(failure.status, message, kind, body, failure.fault, retryable, asked, source=source)
 
 
 async def _look_ahead(answer: Answer, out: Outgoing, record: CallRecord) -> None:
-    """Read until it is certain that a good status does not hide an error; the reader gets all of it again."""
-    if _is_stream(answer):
+    """Read ahead to find an error in an answer with a good status; the bytes are returned by later reads."""
+    if answer.is_stream:
         raw, error = await _read_prelude(answer, out.dialect)
     else:
         raw, error = await _read_error(answer, out.dialect)
@@ -282,8 +266,8 @@ async def _look_ahead(answer: Answer, out: Outgoing, record: CallRecord) -> None
 
 
 async def _read_error(answer: Answer, dialect: DialectName) -> tuple[bytes, Mapping[str, Any] | None]:
-    """The first bytes of an answer that is not streamed, and the error that it is. All of it is read only if it begins
-    like an error."""
+    """The first bytes of an answer that is not streamed, and the error in it, if any. The whole answer is read only if
+    it begins like an error."""
     raw = bytearray()
     with contextlib.suppress(OSError):  # the next read fails in the same way
         raw += await answer.read()
@@ -298,7 +282,7 @@ async def _read_error(answer: Answer, dialect: DialectName) -> tuple[bytes, Mapp
 
 
 async def _read_prelude(answer: Answer, dialect: DialectName) -> tuple[bytes, Mapping[str, Any] | None]:
-    """The first bytes of a stream, up to its first content, and the error that came instead of content."""
+    """The first bytes of a stream, up to its first content, and the error in place of content, if any."""
     raw, framer = bytearray(), Framer()
     with contextlib.suppress(OSError, MalformedAnswer):  # the next read fails in the same way
         while len(raw) <= _MAX_ERROR and (part := await answer.read()):
@@ -313,12 +297,8 @@ async def _read_prelude(answer: Answer, dialect: DialectName) -> tuple[bytes, Ma
     return bytes(raw), None
 
 
-def _is_stream(answer: Answer) -> bool:
-    return answer.content_type.startswith("text/event-stream")
-
-
 async def read_answer(answer: Answer, hear: Callable[[bytes], None] | None = None) -> bytes:
-    """All of an answer that is not streamed; `hear` is called with each piece of it."""
+    """Read a whole answer that is not streamed; `hear` is called with each piece."""
     whole = bytearray()
     try:
         while not answer.ended and (part := await answer.read()):
@@ -328,7 +308,7 @@ async def read_answer(answer: Answer, hear: Callable[[bytes], None] | None = Non
             if len(whole) > MAX_ANSWER:
                 raise UpstreamFailed(502, f"the provider's answer is larger than {MAX_ANSWER} bytes", "server")
     except TimeoutError:
-        raise UpstreamFailed(504, "the provider fell silent in the middle of its answer", "timeout") from None
+        raise UpstreamFailed(504, "the provider was silent in the middle of its answer", "timeout") from None
     except OSError as error:
         raise UpstreamFailed(502, f"the provider's answer was cut off: {error}", "server") from None
     return bytes(whole)

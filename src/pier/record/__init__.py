@@ -1,16 +1,16 @@
-"""Recordings of model calls: the writer, the reader, and redaction."""
+"""Recordings of model calls: the writer and the reader."""
 
 from dataclasses import dataclass
 
 RECORDING, TRAJECTORY = "recording.jsonl", "trajectory.json"
-"""The names of a trial's recording and trajectory, in `agent/`. The agent chooses all other names there."""
+"""Names of a trial's recording and trajectory in `agent/`. All other names there are chosen by the agent."""
 FILE_NAMES = ("calls.jsonl", RECORDING)
-"""The names that recordings are found by."""
+"""File names of recordings, by which they are found in directories."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The agent whose calls a recording holds, as the header of their trajectory names it."""
+    """The agent that made the recorded calls, for the header of their trajectory."""
 
     agent_name: str
     agent_version: str | None = None

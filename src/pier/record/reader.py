@@ -1,16 +1,15 @@
 """Reads a recording: the calls of a session with their full bodies, as they were on the wire.
 
-The file is JSON lines, appended to while the session runs; `docs/reference/recordings.md` has the format. A torn last
-line is a call still open, never an error; one that lacks only its newline counts, as it does once the file goes on. A
-call without its end was interrupted. `Reader.poll` gives what is new since the last time, so a running session can be
-followed.
+The file consists of JSON lines, appended to while the session runs; `docs/reference/recordings.md` has the format. A
+torn last line is a call in progress, never an error; a line that lacks only its newline is read. A call without an end
+was interrupted. `Reader.poll` reads new lines only, so a running session can be followed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,11 +22,12 @@ from pier.tree import Tree, find_files, open_regular
 from pier.wire.body import count_values
 from pier.wire.sse import Framer, data_of, events_of, name_of
 from pier.wire.turn import Usage
+from pier.wire.values import json_object
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Bytes as they arrived, and when."""
+    """Bytes and the time of their arrival."""
 
     at: float
     data: bytes
@@ -35,7 +35,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One server-sent event; `at` is when its last byte arrived."""
+    """One server-sent event; `at` is the arrival time of its last byte."""
 
     at: float
     name: str | None
@@ -44,7 +44,7 @@ class Event:
 
 @dataclass(slots=True)
 class RecordedAnswer:
-    """An answer: of an upstream, or to the agent. A body that was not streamed is one chunk."""
+    """An answer of an upstream, or to the agent. A body that was not streamed is one chunk."""
 
     at: float
     status: int
@@ -60,13 +60,18 @@ class RecordedAnswer:
         return json.loads(self.body)
 
     def events(self) -> list[Event]:
-        """The events of a stream in order; an unfinished last one is left out."""
-        return list(_events(self.chunks))
+        """The events of a stream in order, without an unfinished last one."""
+        framer, events = Framer(), list[Event]()
+        for chunk in self.chunks:
+            for event in events_of(framer.feed(chunk.data)):
+                if (data := data_of(event)) is not None:
+                    events.append(Event(chunk.at, name_of(event), data.decode(errors="replace")))
+        return events
 
 
 @dataclass
 class RecordedAttempt:
-    """One request to an upstream. `body` is what was sent there."""
+    """One request to an upstream. `body` is the one that was sent there."""
 
     at: float
     pieces: tuple[bytes, ...]
@@ -88,7 +93,7 @@ class RecordedAttempt:
 
 @dataclass
 class Call:
-    """One request of the agent and all that came of it. `outcome` is `interrupted` when the file has no end for it."""
+    """One request of the agent and its outcome, which is `interrupted` if the file has no end for it."""
 
     number: int
     at: float
@@ -106,28 +111,23 @@ class Call:
     notes: list[Mapping[str, Any]] = field(default_factory=list)
     delivered: RecordedAnswer | None = None
     added: list[Chunk] = field(default_factory=list)
-    """Bytes that the gateway itself sent after an upstream's answer broke off."""
+    """Bytes that the gateway sent after an upstream's answer was cut off."""
     outcome: str = "interrupted"
     error: str | None = None
     status: int | None = None
     usage: Usage | None = None
     fault: str | None = None
-    """The blame if there is no whole answer, as `pier.wire.faults` has it."""
+    """The blame if there is no whole answer (see `pier.wire.faults`)."""
     ended: float | None = None
 
     @property
     def body(self) -> bytes:
-        """The request's body as the agent sent it."""
         return b"".join(self.pieces)
 
     @cached_property
     def request(self) -> Mapping[str, Any]:
         """The request's body, parsed; empty when it is not a JSON object."""
-        try:
-            value = json.loads(self.body)
-        except ValueError:
-            return {}
-        return value if isinstance(value, dict) else {}
+        return json_object(self.body)
 
     @property
     def answer(self) -> RecordedAnswer | None:
@@ -145,7 +145,7 @@ class Call:
 
 @dataclass(slots=True)
 class Recording:
-    """A recording as far as it goes. `sessions` has one entry per time that the file was opened for writing."""
+    """A recording as far as it was read. `sessions` has one entry for each time the file was opened for writing."""
 
     path: Path
     sessions: list[Mapping[str, Any]] = field(default_factory=list)
@@ -153,40 +153,40 @@ class Recording:
     closed: str | None = None
 
     def generations(self) -> list[Call]:
-        """The calls that asked a model for a turn."""
+        """The calls that requested a turn of a model."""
         return [call for call in self.calls if call.kind == "generate"]
 
 
 LIMIT = 512 << 20
-"""Bytes of a recording and its requests that are read unless the caller says otherwise."""
+"""Default limit in bytes for a recording and its requests."""
 _PER_PIECE, _PER_VALUE = 64, 256
 _MANY = 10_000
-"""JSON values of one line that are not worth counting."""
+"""Lines with fewer JSON values are not counted towards the limit."""
 
 
 class RecordingTooLarge(PierError):
-    """Reading the recording would take more memory than the caller allows. An agent chose its size."""
+    """Reading the recording would exceed the caller's memory limit. The agent determines its size."""
 
     blame = "agent"
     code = "recording_too_large"
 
 
 class Reader:
-    """Follows one recording. `most` limits the bytes of the file and of all its requests, which a file that stores
-    each message once may hold many times, and of values in long lines: `RecordingTooLarge` beyond it."""
+    """Follows one recording. `most` limits the bytes of the file, of its requests, which may repeat a stored message
+    many times, and of values in long lines; `RecordingTooLarge` is raised beyond it."""
 
     def __init__(self, path: Path, most: int | None = LIMIT) -> None:
         self.recording = Recording(path)
         self._most = most
         self._requested = 0
-        """Bytes of all requests, and some for each of their pieces and for each value of a long line."""
+        """Bytes of all requests, plus an allowance for each of their pieces and each value of a long line."""
         self._offset = 0
         self._blobs: dict[int, bytes] = {}
         self._lists: dict[int, list[int]] = {}
         self._open: dict[int, Call] = {}
 
     def poll(self) -> list[Call]:
-        """Read what was added; the calls that ended since the last time, in the order of their ends."""
+        """Read new lines; return the calls that ended in them, in the order of their ends."""
         ended: list[Call] = []
         with open_regular(self.recording.path) as stream:
             self._check_size(os.fstat(stream.fileno()).st_size)
@@ -267,8 +267,8 @@ class Reader:
                 upstream = value["side"] == "upstream" and call.attempts
                 answer = call.attempts[-1].answer if upstream else call.delivered
                 if answer and value.get("same"):
-                    given = call.attempts[-1].answer if call.attempts else None
-                    answer.chunks.append(Chunk(at, given.chunks[-1].data if given and given.chunks else b""))
+                    source = call.attempts[-1].answer if call.attempts else None
+                    answer.chunks.append(Chunk(at, source.chunks[-1].data if source and source.chunks else b""))
                 elif answer:
                     answer.chunks.append(Chunk(at, value["text"].encode(errors="surrogateescape")))
             case "edits":
@@ -317,16 +317,16 @@ def find(path: Path) -> Path:
 
 
 def read(path: Path, most: int | None = LIMIT) -> Recording:
-    """The whole recording at `path`, a file or a trial's directory. `RecordingTooLarge` if that takes more than `most`
-    bytes of memory; None sets no limit."""
+    """Read the recording at `path`, a file or a trial's directory. `RecordingTooLarge` if that takes more than `most`
+    bytes of memory; None disables the limit."""
     reader = Reader(find(path), most)
     reader.poll()
     return reader.recording
 
 
 def call_times(path: Path, limit: int = 64 << 20) -> dict[int, tuple[float, float]]:
-    """When each call of a recording began and ended, by its number, without reading any body. Calls beyond `limit`
-    bytes are left out."""
+    """Start and end times of a recording's calls by number, read without their bodies. Calls beyond `limit` bytes are
+    omitted."""
     found: dict[int, tuple[float, float]] = {}
     numbers: dict[int, int] = {}
     with open_regular(path) as stream:
@@ -347,11 +347,3 @@ def call_times(path: Path, limit: int = 64 << 20) -> dict[int, tuple[float, floa
             if stream.tell() > limit:
                 break
     return found
-
-
-def _events(chunks: list[Chunk]) -> Iterator[Event]:
-    framer = Framer()
-    for chunk in chunks:
-        for event in events_of(framer.feed(chunk.data)):
-            if (data := data_of(event)) is not None:
-                yield Event(chunk.at, name_of(event), data.decode(errors="replace"))

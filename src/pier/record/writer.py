@@ -1,12 +1,12 @@
-"""Writes what passes through a session, as it passes: the write side of `pier.record.reader`.
+"""Records the calls of a session while they run: the write side of `pier.record.reader`.
 
-A request is in the file before its upstream gets it, and all that the agent receives before it is passed on: killing
-the gateway at any instant loses no turn that the agent has. It is on disk within `SYNC` seconds, and no call waits for
-that; with `durable="power"` the end of a call is on disk before its last event is delivered. What comes again in the
-next request (messages, tools, a long system prompt) is stored once and referred to.
+A request is written before its upstream gets it, and each answer before it is passed on to the agent, so killing the
+gateway at any instant loses no turn that the agent has. Lines are synced to disk within `SYNC` seconds without delaying
+calls; with `durable="power"` the end of a call is on disk before its last event is delivered. Messages, tools and long
+system prompts, which are repeated in the next request, are stored once and referred to.
 
-Secrets are removed from every line, also where they are split over the events of a stream: an event in which one may
-begin waits for the next. A call in which one was found keeps no token ids, which would spell it.
+Secrets are removed from every line, including those that are split over the events of a stream: an event that may hold
+the beginning of one waits for the next. A call with a secret keeps no token ids, which would spell it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any, Literal
 from weakref import ref
 
 from pier.files import Journal
-from pier.record.redact import redacted
 from pier.redact import Redactor, StreamRedactor
 from pier.wire.body import Array, Body
 from pier.wire.faults import Fault
+from pier.wire.headers import redacted
 from pier.wire.turn import Usage
 from pier.wire.values import dump
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Flusher:
-    """Puts what the recorders of a gateway wrote on disk, in a thread."""
+    """Syncs the lines of a gateway's recorders to disk in a thread."""
 
     def __init__(self) -> None:
         self._written: set[Recorder] = set()
@@ -51,7 +51,7 @@ class Flusher:
             self._task = asyncio.get_running_loop().create_task(self._sync())
 
     async def close(self) -> None:
-        """All is on disk."""
+        """Wait until all lines are on disk."""
         self._flush_now.set()
         while self._task:
             await asyncio.wait({self._task})
@@ -81,20 +81,20 @@ def _sync_all(written: set[Recorder]) -> None:
 FORMAT = 1
 Durable = Literal["kill", "power"]
 Side = Literal["upstream", "delivered", "added"]
-"""From the model's side; to the agent, where that differs; to the agent, after what the model's side gave."""
+"""From the upstream; to the agent, if that differs; to the agent, after the end of the upstream's answer."""
 Outcome = Literal["ok", "error", "cancelled", "refused"]
 
 _COUNTS = tuple(Usage.__dataclass_fields__)
 _REMEMBERED = 16
-"""How many arrays are known to be in the file without comparing each element."""
+"""Number of arrays whose blobs are remembered, so that their elements need not be compared."""
 _MOST_BLOBS, _MOST_LISTS = 100_000, 256
-"""What is sent again after as many others is stored again."""
+"""Numbers of blobs and lists that can be referred to; older ones are stored again when repeated."""
 _STORE_APART = 256
-"""A body, or a field of one, of at least this many characters is stored once and referred to."""
+"""Minimum length in characters of a body, or a field, that is stored once and referred to."""
 
 
 class Recorder:
-    """The recording of one session. Without a path it keeps nothing."""
+    """The recording of one session. Without a path nothing is recorded."""
 
     def __init__(
         self,
@@ -110,11 +110,11 @@ class Recorder:
         self._info = info
         self._durable = durable
         self._flusher = flusher if durable == "kill" else None
-        """Syncs lines to disk in the background; with "power" each call does so at its end."""
+        """Syncs lines to disk in the background; None with "power", when each call syncs at its end."""
         self.lost: OSError | None = None
-        """Why the first lines were lost that could not be written, if any were."""
+        """The error of the first write that failed, if any."""
         self.written = 0
-        """Bytes."""
+        """Number of bytes."""
         self._calls = 0
         self._open = 0
         self._start_over()
@@ -124,19 +124,18 @@ class Recorder:
             self.rest()
 
     def _start_over(self) -> None:
-        """Refer to nothing that was written so far: at first, and when a write has failed."""
+        """Forget all references to written lines: initially, and after a failed write."""
         self._blobs: OrderedDict[bytes, int] = OrderedDict()
-        """The latest blobs in the file, by their digests."""
-        self._count = 0
-        """Of all blobs."""
+        """Numbers of the latest blobs in the file, by digest."""
+        self._blob_count = 0
         self._secret: set[int] = set()
-        """The blobs that a secret was removed from; when there are too many, every call counts as one with a secret."""
-        self._found = False
+        """Blobs that contained a secret; if there are too many, every call is treated as having one."""
+        self._has_secret = False
         self._lists = 0
         self._listed: dict[int, tuple[int, Numbers[int]]] = {}
-        """The latest list that begins with a blob, and its blobs."""
+        """The latest list that begins with a blob, and all its blobs."""
         self._last: dict[tuple[str, str], tuple[ref[Array], Numbers[int]]] = {}
-        """The blobs of arrays in the file, by the array's name and beginning."""
+        """Blobs of recent arrays, by the array's name and the beginning of its text."""
         self._first = _line({"t": "session", "format": FORMAT, "at": _now(), **self._info})
 
     @property
@@ -149,7 +148,7 @@ class Recorder:
         body: Body | bytes,
         make: Callable[[Recorder, int, float], CallRecord] | None = None,
     ) -> CallRecord:
-        """A call begins. `facts` are its dialect, operation, method, path, headers, model and so on."""
+        """Begin a call. `facts` are its dialect, operation, method, path, headers, model and so on."""
         self._calls += 1
         record = (make or CallRecord)(self, self._calls, time.time())
         if self._journal:
@@ -160,7 +159,7 @@ class Recorder:
         return record
 
     def write(self, *lines: bytes) -> None:
-        """Add lines, in one write."""
+        """Append lines in one write."""
         if self._journal:
             self._append(b"".join(map(self.redactor.data, lines) if self.redactor else lines))
             if self._flusher:
@@ -173,7 +172,7 @@ class Recorder:
             self.written += len(lines)
         except OSError as error:
             self.lost = self.lost or error
-            self._start_over()  # lines are lost, and with them what they define
+            self._start_over()  # lines are lost, and their definitions with them
             raise
         self._first = b""
 
@@ -182,17 +181,17 @@ class Recorder:
             self._journal.sync()
 
     async def commit(self) -> None:
-        """Wait until what was written survives what it should survive. To be called at the end of each call."""
+        """Wait until the lines are as durable as configured. Must be called at the end of each call."""
         try:
             if self._journal and self._durable == "power":
                 await asyncio.to_thread(self._journal.sync)
         finally:
-            self._open -= 1  # not earlier: the file stays open while it is synced
+            self._open -= 1  # after the sync, since that needs the open file
         if not self._flusher:
             self.rest()
 
     def rest(self) -> None:
-        """Hold no file open while no call runs, so that thousands of sessions may wait."""
+        """Close the file while no call runs, so that thousands of sessions can be idle."""
         if self._journal and self._open <= 0:
             self._journal.close()
 
@@ -205,14 +204,14 @@ class Recorder:
             self.rest()
 
     def pieces(self, body: Body | bytes) -> tuple[list[bytes], list[Any], bool]:
-        """The lines that define what is new in a body, the body in terms of what is defined, and whether a secret is
-        removed from it."""
+        """The lines that define new parts of a body, the body as texts and references to definitions, and whether a
+        secret is removed from it."""
         if isinstance(body, bytes):
             text = body.decode(errors="surrogateescape")
             return [], [text] if body else [], self.redactor.data(body) != body
         if len(body.text) < _STORE_APART:
             return [], [body.text], bool(self.redactor) and self.redactor.text(body.text) != body.text
-        self._found = len(self._secret) > _MOST_BLOBS
+        self._has_secret = len(self._secret) > _MOST_BLOBS
         lines: list[bytes] = []
         pieces: list[Any] = []
         at = 0
@@ -227,19 +226,19 @@ class Recorder:
                 pieces.append({"blob": self._blob(body.text[start:end], lines)})
                 at = end
         pieces.append(body.text[at:])
-        if self.redactor and not self._found:
-            self._found = any(self.redactor.text(piece) != piece for piece in pieces if isinstance(piece, str))
-        return lines, pieces, self._found
+        if self.redactor and not self._has_secret:
+            self._has_secret = any(self.redactor.text(piece) != piece for piece in pieces if isinstance(piece, str))
+        return lines, pieces, self._has_secret
 
     def _array(self, name: str, body: Body, array: Array, lines: list[bytes]) -> tuple[int, int]:
-        """The number of a list in the file that begins with these elements, and how many they are. Of an array that
-        begins as one of an earlier body, only new elements are looked at."""
+        """The number of a list in the file that begins with these elements, and their count. Of an array that extends
+        one of an earlier body, only new elements are examined."""
         begun, count = body.grown.get(name, (array, len(array.spans)))
         last, blobs = self._last.get((name, begun.text[:64])), Numbers("I")
         if last and last[0]() in (begun, array):
             blobs = last[1][: count if last[0]() is begun else len(array.spans)]
         blobs.extend(self._blob(array.text[a:b], lines) for a, b in array.spans[len(blobs) :])
-        self._found = self._found or not self._secret.isdisjoint(blobs)
+        self._has_secret = self._has_secret or not self._secret.isdisjoint(blobs)
         self._last[name, array.text[:64]] = ref(array), blobs
         if len(self._last) > _REMEMBERED:
             del self._last[next(iter(self._last))]
@@ -263,9 +262,9 @@ class Recorder:
         digest = sha256(data).digest()
         number = self._blobs.get(digest)
         if number is None:
-            self._count += 1
-            number = self._blobs[digest] = self._count
-            if self._count > _MOST_BLOBS:
+            self._blob_count += 1
+            number = self._blobs[digest] = self._blob_count
+            if self._blob_count > _MOST_BLOBS:
                 self._blobs.popitem(last=False)
             if self.redactor and len(self._secret) <= _MOST_BLOBS and self.redactor.data(data) != data:
                 self._secret.add(number)
@@ -273,14 +272,14 @@ class Recorder:
                 lines.append(_line({"t": "blob", "n": number, "text": text}))
             else:
                 lines.append(b'{"t":"blob","n":%d,"json":%b}\n' % (number, data))
-        self._found = self._found or number in self._secret
+        self._has_secret = self._has_secret or number in self._secret
         return number
 
 
 @dataclass(slots=True)
 class CallRecord:
-    """One call of a recording, while it runs. Each method is one line in the file. Lines about an answer that is passed
-    on only when it is whole are written together with the end of the call."""
+    """One call of a recording, while it runs. Each method writes one line. Lines about an answer that is delivered as a
+    whole are written together with the end of the call."""
 
     recorder: Recorder
     number: int
@@ -288,38 +287,37 @@ class CallRecord:
     secret: bool = False
     """Whether a secret was found in the request."""
     fault: Fault | None = field(default=None, init=False)
-    """The reason why the call waits: the fault of the last attempt, until a later one is answered."""
+    """The fault for which the call waits: that of the last attempt, until a later one is answered."""
     is_asked: bool = field(default=False, init=False)
-    """Whether an upstream has the request, and did not refuse it."""
+    """Whether an upstream has received the request and not refused it."""
     _held: list[bytes] = field(default_factory=list, init=False)
-    """Lines that are written with the next one."""
+    """Lines to be written with the next one."""
     _streamed: set[str] = field(default_factory=set, init=False)
-    """Sides whose bytes are passed on as they come."""
-    _given: bytes = field(default=b"", init=False)
+    """Sides whose bytes are passed on as they arrive."""
+    _last_chunk: bytes = field(default=b"", init=False)
     """The last bytes from the upstream."""
     _streams: dict[str, StreamRedactor] = field(default_factory=dict, init=False)
     """The redactor of each side's bytes."""
-    _found: bool = field(default=False, init=False)
-    """Whether a secret was found in an answer that is over."""
+    _secret_in_answer: bool = field(default=False, init=False)
+    """Whether a secret was found in an answer that has ended."""
     _tokens: list[dict[str, Any]] = field(default_factory=list, init=False)
-    """Notes of tokens, which wait until it is known whether they spell a secret."""
+    """Notes of tokens, which wait until it is known whether the call has a secret."""
 
     @property
     def is_redacted(self) -> bool:
-        """Whether a secret was removed from what is recorded of this call."""
-        return self.secret or self._found
+        """Whether a secret was removed from the record of this call."""
+        return self.secret or self._secret_in_answer
 
     def notice(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """Called for each event of the call before it is written, also if nothing is recorded. For metrics."""
+        """Hook for metrics: called for each line of the call before it is written, even if nothing is recorded."""
 
     def edited(self, edits: list[Mapping[str, Any]]) -> None:
-        """The gateway changed the request, for the reasons given."""
         self.notice("edits", {"edits": edits})
         if edits:
             self._write("edits", {"edits": edits})
 
     def attempt(self, facts: Mapping[str, Any], body: Body | bytes | None) -> None:
-        """The request goes to an upstream, with this body (None: as the agent sent it)."""
+        """Record a request to an upstream, with this body (None for the agent's)."""
         self.is_asked = True
         self.notice("attempt", facts)
         if self.recorder.on:
@@ -328,14 +326,14 @@ class CallRecord:
             self._write("attempt", {**facts, "body": pieces}, lines)
 
     def failed(self, error: str, wait: float | None, fault: Fault | None = None) -> None:
-        """The attempt gave no answer worth passing on; `wait` seconds later there is another one."""
+        """Record that the attempt failed; it is repeated after `wait` seconds, or never (None)."""
         self.fault, self.is_asked = fault, False
         facts = {"error": error, "wait": wait, "fault": fault}
         self.notice("failed", facts)
         self._write("failed", facts)
 
     def held(self, fault: Fault) -> None:
-        """The call waits until its provider takes requests again."""
+        """Note that the call waits until its provider accepts requests again."""
         self.fault = fault
 
     def status(self, side: Side, status: int, headers: Mapping[str, str], streamed: bool) -> None:
@@ -350,7 +348,7 @@ class CallRecord:
         self._write("status", fields, hold=True)
 
     def chunk(self, side: Side, data: bytes) -> None:
-        """Bytes of an answer, before they go on."""
+        """Record bytes of an answer before they are passed on."""
         self.notice("chunk", {"side": side})
         if not self.recorder.on:
             return
@@ -358,10 +356,10 @@ class CallRecord:
             if side not in self._streams:
                 self._streams[side] = self._redactor()
             self._write_chunk(side, self._streams[side].feed(data))
-        elif side == "delivered" and data and data == self._given:
+        elif side == "delivered" and data and data == self._last_chunk:
             self._write("chunk", {"side": side, "same": True}, hold=self._holds(side))
         else:
-            self._given = data if side == "upstream" else self._given
+            self._last_chunk = data if side == "upstream" else self._last_chunk
             self._write_chunk(side, data)
 
     def _write_chunk(self, side: str, data: bytes) -> None:
@@ -376,10 +374,10 @@ class CallRecord:
         return StreamRedactor(self.recorder.redactor, drop_tokens=self.secret, is_whole=is_whole)
 
     def _end_stream(self, side: str) -> None:
-        """Write what was held back of a side's answer."""
+        """Write the rest of a side's answer, which was held back."""
         if stream := self._streams.pop(side, None):
             self._write_chunk(side, stream.close())
-            self._found = self._found or stream.found
+            self._secret_in_answer = self._secret_in_answer or stream.found
 
     def end(
         self,
@@ -390,7 +388,7 @@ class CallRecord:
         usage: Usage | None = None,
         fault: Fault | None = None,
     ) -> None:
-        """The call is over; `fault` is the blame if there is no whole answer."""
+        """Record the end of the call; `fault` is the blame if there is no whole answer."""
         names = _COUNTS if usage else ()
         counts = {name: value for name in names if (value := getattr(usage, name)) is not None} or None
         began = time.monotonic()
@@ -401,14 +399,14 @@ class CallRecord:
         self.notice("end", {**facts, "recorded": time.monotonic() - began})
 
     def note(self, **facts: Any) -> None:
-        """Anything else worth keeping, e.g. the tokens of a policy's answer."""
+        """Record other facts, such as the tokens of a policy's answer."""
         if self.recorder.redactor and "tokens" in facts:
             self._tokens.append(facts)
         else:
             self._write("note", facts, hold=True)
 
     def _end_redaction(self) -> None:
-        """Write what was held back. Tokens are kept only of a call without secrets."""
+        """Write bytes and notes that were held back. Tokens are kept only if the call has no secret."""
         for side in list(self._streams):
             self._end_stream(side)
         for facts in [{"redacted": True}] if self.is_redacted else self._tokens:

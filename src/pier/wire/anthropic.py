@@ -1,7 +1,7 @@
 """Anthropic Messages.
 
-System prompts keep their block boundaries. Thinking that another provider gave is shown to the client under a marked
-signature, and is never sent to Anthropic as if it were its own.
+System prompts keep their block boundaries. Thinking of another provider is shown to the client with a prefixed
+signature, and is never sent to Anthropic.
 """
 
 from __future__ import annotations
@@ -52,19 +52,17 @@ from pier.wire.values import (
     need_str,
     parse_arguments,
     parse_parts,
-    read_sampling,
     result_parts,
     sign,
     split_results,
     unsign,
     without,
-    write_sampling,
 )
 
 DEFAULT_MAX_TOKENS = 16_384
-"""Anthropic wants a limit; this one is used where the client gave none."""
+"""The limit for requests without one, since Anthropic requires it."""
 BILLING = "x-anthropic-billing-header:"
-"""Claude Code's first system block changes with every call; it means nothing to others and spoils their caches."""
+"""Claude Code's first system block, which changes with every call and defeats the caches of other providers."""
 STOPS: dict[str, StopReason] = {
     "end_turn": "end",
     "max_tokens": "length",
@@ -101,7 +99,7 @@ _DELTAS: dict[Any, tuple[str, str]] = {
     Reasoning: ("thinking_delta", "thinking"),
     ToolCall: ("input_json_delta", "partial_json"),
 }
-"""The type of the delta of a part, and the field with the text."""
+"""The type of a part's delta, and its field with the text."""
 _STRING = {"type": "string"}
 _CLIENT_SIDE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "bash": ("Run a command in a persistent bash session.", {"command": _STRING, "restart": {"type": "boolean"}}, []),
@@ -120,11 +118,11 @@ _CLIENT_SIDE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         ["command", "path"],
     ),
 }
-"""Typed tools of Anthropic that the agent itself runs: other models get them as plain functions."""
+"""Typed tools of Anthropic that the agent itself runs; other models get them as plain functions."""
 
 
 def parse_messages(raw: list[Any]) -> tuple[Message, ...]:
-    """Messages, with tool results in separate messages: that is how every other dialect has them."""
+    """Messages, with tool results in separate messages as in every other dialect."""
     messages: list[Message] = []
     for position, item in enumerate(raw):
         message = need_dict(item, f"messages[{position}]")
@@ -140,7 +138,7 @@ def parse_messages(raw: list[Any]) -> tuple[Message, ...]:
 
 
 def render_messages(messages: tuple[Message, ...]) -> list[dict[str, Any]]:
-    """Without empty texts, which Anthropic refuses, and with a prefill that ends cleanly."""
+    """Render without empty texts and without white space at the end of a prefill: Anthropic refuses both."""
     rows = [(each, each.role, [block for part in each.parts if (block := render_part(part))]) for each in messages]
     blocks = rows[-1][2] if rows and rows[-1][1] == "assistant" else []
     if blocks and blocks[-1]["type"] == "text":
@@ -193,7 +191,7 @@ def _parse_media(block: Mapping[str, Any]) -> Part:
 
 
 def render_part(part: Part, *, answer: bool = False) -> dict[str, Any] | None:
-    """A block. In an `answer` all reasoning is shown; in history only what Anthropic itself signed."""
+    """Render a block. An `answer` shows all reasoning, a history only what Anthropic signed."""
     match part:
         case Text(text=text) | Refusal(text=text):
             return {"type": "text", "text": text} if text else None
@@ -246,7 +244,7 @@ def render_tool(tool: Tool) -> dict[str, Any]:
 
 
 def parse_choice(raw: Any) -> tuple[ToolChoice | None, bool | None]:
-    """The choice, and whether parallel calls are allowed; Anthropic's field is the negation."""
+    """The choice, and whether parallel calls are allowed; Anthropic's field is negated."""
     if not isinstance(raw, dict):
         return None, None
     disabled = raw.get("disable_parallel_tool_use")
@@ -344,7 +342,7 @@ class AnthropicParser(EventParser):
         if block is None:
             return
         if self._open is None:
-            # A block that only Anthropic knows comes whole, with the input that was streamed for it.
+            # a block that only Anthropic has is passed whole, with its streamed input
             if self._pieces:
                 block = {**block, "input": json.loads("".join(self._pieces) or "{}")}
             yield from self._whole(Opaque("anthropic", block))
@@ -457,7 +455,7 @@ class Anthropic(Dialect):
         return {"type": "error", "error": {"type": _ERRORS[kind][0], "message": message}, "request_id": None}
 
     def read_usage(self, raw: Any) -> Usage:
-        """Anthropic counts cache reads and writes separately from the input; here the input includes them."""
+        """Add cache reads and writes to the input, from which Anthropic counts them separately."""
         if not isinstance(raw, dict):
             return Usage()
         names = ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
@@ -469,8 +467,8 @@ class Anthropic(Dialect):
         choice, parallel = parse_choice(body.get("tool_choice"))
         output = body.get("output_config")
         output = output if isinstance(output, dict) else {}
-        rest, wanted = without(output, "effort", "format"), output.get("format")
-        schema = wanted if isinstance(wanted, dict) and wanted.get("type") == "json_schema" else None
+        rest, raw = without(output, "effort", "format"), output.get("format")
+        schema = raw if isinstance(raw, dict) and raw.get("type") == "json_schema" else None
         system = parse_parts(body.get("system"), parse_block)
         return Request(
             model=need_str(body.get("model"), "model"),
@@ -479,12 +477,20 @@ class Anthropic(Dialect):
             tools=tuple(parse_tool(tool) for tool in body.get("tools") or ()),
             tool_choice=choice,
             parallel_tools=parallel,
-            sampling=_parse_sampling(body, output.get("effort")),
+            sampling=self._parse_sampling(body, output.get("effort")),
             response_format=ResponseFormat(schema.get("schema")) if schema else None,
             stream=bool(body.get("stream")),
             dialect=self.name,
             extra={**without(body, *_FIELDS), **({"output_config": rest} if rest else {})},
         )
+
+    def _parse_sampling(self, body: Mapping[str, Any], effort: str | None) -> Sampling:
+        thinking = body.get("thinking")
+        budget = None
+        if isinstance(thinking, dict):
+            kind = thinking.get("type")
+            budget = 0 if kind == "disabled" else -1 if kind == "adaptive" else thinking.get("budget_tokens")
+        return self.read_sampling(body, effort=effort, thinking_budget=budget)
 
     def _render_request(self, request: Request) -> dict[str, Any]:
         sampling = request.sampling
@@ -500,7 +506,7 @@ class Anthropic(Dialect):
             "tool_choice": render_choice(request.tool_choice, request.parallel_tools, bool(request.tools)),
             "thinking": _render_thinking(sampling.thinking_budget),
             "output_config": compact(output) or None,
-            **write_sampling(sampling, _SAMPLING),
+            **self.write_sampling(sampling),
             "max_tokens": sampling.max_tokens or DEFAULT_MAX_TOKENS,
             "stream": request.stream or None,
         }
@@ -557,18 +563,9 @@ class Anthropic(Dialect):
 
 
 def read_stop(native: Any, has_calls: bool) -> StopReason:
-    """The canonical stop; an answer with calls is `tool_use` even where a server says `end_turn`."""
+    """The canonical stop; an answer with calls is `tool_use` even if the server reports `end_turn`."""
     stop = STOPS.get(native or "", "other")
     return "tool_use" if has_calls and stop in ("end", "other") else stop
-
-
-def _parse_sampling(body: Mapping[str, Any], effort: str | None) -> Sampling:
-    thinking = body.get("thinking")
-    budget = None
-    if isinstance(thinking, dict):
-        kind = thinking.get("type")
-        budget = 0 if kind == "disabled" else -1 if kind == "adaptive" else thinking.get("budget_tokens")
-    return read_sampling(body, _SAMPLING, effort=effort, thinking_budget=budget)
 
 
 def _render_thinking(budget: int | None) -> dict[str, Any] | None:
@@ -580,13 +577,13 @@ def _render_thinking(budget: int | None) -> dict[str, Any] | None:
 
 
 def _fit_sampling(request: Request, edits: list[Edit]) -> Sampling:
-    """Sampling that Anthropic takes: thinking only where the history allows it, and then without a temperature."""
+    """Sampling that Anthropic accepts: thinking only if the history allows it, and then without a temperature."""
     sampling = request.sampling
     budget = sampling.thinking_budget
     forced = request.tool_choice is not None and request.tool_choice.mode in ("any", "tool")
     if budget is not None and (budget <= 0 or forced or not _can_think(request.messages)):
         if budget > 0:
-            edits.append(Edit("removed", "thinking", "the history holds calls without Anthropic's own reasoning"))
+            edits.append(Edit("removed", "thinking", "the history holds calls without Anthropic's reasoning"))
         budget = None
     limit = sampling.max_tokens or DEFAULT_MAX_TOKENS
     if budget:
@@ -599,7 +596,7 @@ def _fit_sampling(request: Request, edits: list[Edit]) -> Sampling:
 
 
 def _can_think(messages: tuple[Message, ...]) -> bool:
-    """Anthropic wants the reasoning of a tool loop back; a loop that began without it must go on without it."""
+    """Whether thinking can be enabled: Anthropic requires the reasoning of the current tool loop in the history."""
     for message in reversed(messages):
         if message.role == "assistant" and any(isinstance(part, ToolCall) for part in message.parts):
             return any(isinstance(part, Reasoning) for part in message.parts)

@@ -1,8 +1,8 @@
-"""A request body as bytes with a map: parsed once, edited and stored by the span, never encoded again.
+"""A request body as text with the positions of its fields: parsed once, and edited and stored by span.
 
-A relayed body reaches the provider as the agent wrote it. Edits replace the bytes of one top-level field; the
-recording takes the elements of the big arrays (messages, tools) apart so that each is stored once. What an earlier
-body of the conversation had already is compared, not read again: a turn costs what is new in it.
+A relayed body reaches the provider as the agent wrote it. Edits replace the text of one top-level field; the recording
+stores each element of the big arrays (messages, tools) once. Elements that an earlier body of the conversation begins
+with are compared instead of parsed, so a turn costs time only for its new elements.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 from pier.wire.values import BadRequest, dump
 
 ARRAYS = frozenset({"messages", "input", "contents", "tools", "system"})
-"""The top-level arrays whose elements come again in the next call."""
+"""Top-level arrays whose elements are repeated in the next call."""
 
 MOST_VALUES = 1_000_000
-"""JSON values of a body."""
+"""Maximum number of JSON values in a body."""
 
 Span = tuple[int, int]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; `ValueError` if a key stands in it twice, since the gateway and a provider may each read another."""
+    """An object; `ValueError` for a duplicate key, of which the gateway and a provider might read different ones."""
     found = dict(pairs)
     if len(found) != len(pairs):
         left = list(found)  # in the order of their first appearance
@@ -42,41 +42,41 @@ _AFTER = frozenset(",] \t\r\n")
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Array:
-    """The elements of a big array: their text from the first to the last, their values, and where each is in the text.
-    Values are shared by all bodies that have the array, so they are never changed."""
+    """The elements of a big array: their text from the first to the last, their values and positions in the text.
+    Values are shared by all bodies that have the array, and must not be changed."""
 
     text: str
     values: list[Any]
     spans: tuple[Span, ...]
     separator: str | None
-    """The text between two elements; None if it is not always the same."""
+    """The text between two elements; None if it varies."""
 
 
 Earlier = MutableMapping[tuple[str, str], Array]
-"""Arrays of earlier bodies, by the field's name and how they begin."""
+"""Arrays of earlier bodies, by field name and the beginning of their text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A JSON object, its text, and where in the text its fields are and its big arrays begin."""
+    """A JSON object, its text, and the positions of its fields and big arrays in the text."""
 
     text: str
     value: Mapping[str, Any]
     fields: Mapping[str, Span] = field(default_factory=dict)
     arrays: Mapping[str, tuple[Array, int]] = field(default_factory=dict)
     grown: Mapping[str, tuple[Array, int]] = field(default_factory=dict)
-    """For each array that begins like an earlier one: the earlier array, and the number of shared elements."""
+    """For each array that shares its first elements with an earlier one: that array, and the number of them."""
     raw: bytes | None = None
 
     def encode(self) -> bytes:
         return self.text.encode() if self.raw is None else self.raw
 
     def known(self) -> Earlier:
-        """Its arrays, for bodies to come."""
+        """The arrays, for parsing later bodies."""
         return {(name, array.text[:_NAME]): array for name, (array, _) in self.arrays.items()}
 
     def with_fields(self, **changes: Any) -> Body:
-        """The same text but for these top-level fields; None removes nothing, it is written as null."""
+        """The same text with these top-level fields replaced or added; None is written as null."""
         text = self.text
         present = sorted((self.fields[name], name) for name in changes if name in self.fields)
         for (start, end), name in reversed(present):
@@ -90,8 +90,8 @@ class Body:
 
 
 def count_values(raw: bytes, enough: int = MOST_VALUES) -> int:
-    """About how many JSON values a body has, without parsing it: its commas and opening brackets. Those in strings
-    count too unless there are more than `enough`."""
+    """Estimate the number of JSON values in a body by its commas and opening brackets. Those in strings count too,
+    unless there are more than `enough`."""
     count = _count(raw)
     return count if count <= enough else _count(_STRING.sub(b"", raw))
 
@@ -101,13 +101,13 @@ def _count(raw: bytes) -> int:
 
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-"""Also without its end: a search for the end from each quote in an open string would take quadratic time."""
+"""Also matches unterminated strings: searching for the end from each quote in one would take quadratic time."""
 _NARROW, _HALF = bytes(range(0xC4)), bytes(range(0xF0))
 
 
 def memory_of(raw: bytes, values: int) -> int:
-    """About how many bytes a body takes up while it is parsed, recorded and sent: its bytes twice, its text three times
-    in one, two or four bytes a character as its widest one needs, and its values."""
+    """Estimate the memory for parsing, recording and sending a body: its bytes twice, its text three times at one, two
+    or four bytes a character, depending on the widest one, and its values."""
     width = 1 if not raw.translate(None, _NARROW) else 2 if not raw.translate(None, _HALF) else 4
     return len(raw) * (2 + 3 * width) + _PER_VALUE * values
 
@@ -116,7 +116,7 @@ _PER_VALUE = 256
 
 
 def parse(raw: bytes, earlier: Earlier | None = None) -> Body:
-    """Read a JSON object; `BadRequest` if it is none."""
+    """Parse a JSON object; `BadRequest` for anything else."""
     try:
         return _parse(raw, earlier or {})
     except (ValueError, StopIteration, IndexError, RecursionError) as error:
@@ -153,12 +153,12 @@ def _parse(raw: bytes, earlier: Earlier) -> Body:
         fields[name] = (start, at)
         at = _skip(text, at)
     if _skip(text, at + 1) != len(text):
-        raise ValueError(f"there is more after the object at {at + 1}")
+        raise ValueError(f"unexpected text after the object at {at + 1}")
     return Body(text, value, fields, arrays, grown, raw)
 
 
 def _common(text: str, first: int, known: Array | None) -> tuple[Array | None, int]:
-    """The earlier array and the number of its elements that the array at `first` begins with; else None and 0."""
+    """The earlier array and the number of its elements that the array at `first` begins with; None and 0 if none."""
     if known is None or not known.spans:
         return None, 0
     if text.startswith(known.text, first):
@@ -178,7 +178,7 @@ def _common(text: str, first: int, known: Array | None) -> tuple[Array | None, i
 
 
 def _parse_array(text: str, first: int, known: Array | None, count: int) -> tuple[Array, int]:
-    """The array whose first element is at `first`, and where it ends."""
+    """The array whose first element is at `first`, and the position of its end."""
     values: list[Any] = []
     spans: list[Span] = []
     separators: set[str | None] = set()
@@ -208,5 +208,5 @@ def _skip(text: str, at: int) -> int:
 
 def _expect(text: str, at: int, character: str) -> int:
     if text[at] != character:
-        raise ValueError(f"{character!r} was expected at {at}")
+        raise ValueError(f"expected {character!r} at {at}")
     return at + 1

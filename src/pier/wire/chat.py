@@ -1,7 +1,7 @@
-"""OpenAI Chat Completions, as OpenAI, vLLM, OpenRouter, DeepSeek and many others speak it.
+"""OpenAI Chat Completions, as implemented by OpenAI, vLLM, OpenRouter, DeepSeek and many others.
 
-System prompts are the leading system messages; later ones stay where they are. Tool results are separate messages.
-Reasoning travels as `reasoning_content`, or with its `reasoning_details` where a server gave those. `OpenAI` is what
+System prompts are the leading system messages; later ones keep their position. Tool results are separate messages.
+Reasoning is in `reasoning_content`, and in `reasoning_details` if the server sent those. `OpenAI` is the base that
 Responses shares: usage, errors, the list of models.
 """
 
@@ -12,10 +12,9 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from pier.wire.contract import REMOVED, AnswerProgress, Dialect, Route
-from pier.wire.faults import error_in
 from pier.wire.sse import EventParser, EventRenderer, sse
 from pier.wire.turn import (
     Delta,
@@ -55,10 +54,8 @@ from pier.wire.values import (
     need_dict,
     need_str,
     parse_parts,
-    read_sampling,
     result_parts,
     without,
-    write_sampling,
 )
 
 STOPS: dict[str, StopReason] = {
@@ -69,7 +66,7 @@ STOPS: dict[str, StopReason] = {
     "content_filter": "refusal",
 }
 _FINISHES = {"length": "length", "context": "length", "tool_use": "tool_calls", "refusal": "content_filter"}
-"""The words for other stops than `stop`."""
+"""The finish reasons other than `stop`."""
 _SAMPLING = {
     **{name: name for name in ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "presence_penalty")},
     **{name: name for name in ("frequency_penalty", "logprobs", "top_logprobs")},
@@ -112,14 +109,14 @@ def _table(raw: Mapping[str, Any], name: str, other: str) -> Mapping[str, Any]:
 
 
 class OpenAI(Dialect):
-    """The common part of OpenAI's two dialects."""
+    """The base of OpenAI's two dialects."""
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
         type_, code = _ERROR_TYPES[kind]
         return {"error": {"message": message, "type": type_, "param": None, "code": code}}
 
     def read_usage(self, raw: Any) -> Usage:
-        """Usage by the names of Chat or Responses, with the extras of DeepSeek (cache hits) and OpenRouter (cost)."""
+        """Usage with the names of Chat or Responses, and of DeepSeek (cache hits) and OpenRouter (cost)."""
         if not isinstance(raw, dict):
             return Usage()
         prompt = _table(raw, "prompt_tokens_details", "input_tokens_details")
@@ -158,8 +155,8 @@ def render_usage(usage: Usage, given: str = "prompt", sampled: str = "completion
 
 
 def parse_tokens(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Tokens | None:
-    """Token ids and log-probs, of an answer or of one chunk: as vLLM gives them (`return_token_ids`, or log-probs whose
-    tokens read `token_id:N`), and the version of the weights as SGLang gives it (`meta_info`)."""
+    """Token ids and log-probs of an answer or chunk in vLLM's format (`return_token_ids`, or log-probs whose tokens are
+    `token_id:N`), and the version of the weights in SGLang's (`meta_info`)."""
     prompt = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
     content = (choice.get("logprobs") or {}).get("content")
     ids = choice.get("token_ids")
@@ -177,7 +174,7 @@ def parse_tokens(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Tokens |
 
 
 def _ids_in(content: list[Mapping[str, Any]]) -> list[int] | None:
-    """The ids that stand in the entries of log-probs; None unless all of them have one."""
+    """The token ids in the entries of log-probs; None unless each entry has one."""
     found = [entry.get("token_id", str(entry.get("token", "")).removeprefix("token_id:")) for entry in content]
     named = all("token_id" in entry or str(entry.get("token", "")).startswith("token_id:") for entry in content)
     return [int(each) for each in found] if named else None
@@ -239,17 +236,17 @@ def _parse_call(call: Mapping[str, Any]) -> ToolCall:
 
 
 def parse_tool(raw: Any, namespace: str | None = None, *, flat: bool = False) -> Tool:
-    """In the format of Chat, or in that of Responses (`flat`), which has no object around a tool's fields."""
+    """Parse a tool in the format of Chat or, if `flat`, of Responses, whose tools have no nested object."""
     tool = need_dict(raw, "a tool")
     kind = tool.get("type")
     body = tool if flat else tool.get(str(kind))
     if kind not in ("function", "custom") or (kind == "custom" and not isinstance(body, dict)):
         return Tool(str(kind), kind="hosted", raw=tool)
     body = need_dict(body, f"tools[].{kind}")
-    name, words = need_str(body.get("name"), f"the name of a {kind}"), body.get("description")
+    name, description = need_str(body.get("name"), f"the name of a {kind}"), body.get("description")
     if kind == "custom":
-        return Tool(name, words, kind="custom", namespace=namespace, raw=tool)
-    return Tool(name, words, body.get("parameters"), body.get("strict"), namespace=namespace)
+        return Tool(name, description, kind="custom", namespace=namespace, raw=tool)
+    return Tool(name, description, body.get("parameters"), body.get("strict"), namespace=namespace)
 
 
 def render_tool(tool: Tool, *, flat: bool = False) -> dict[str, Any]:
@@ -262,7 +259,7 @@ def render_tool(tool: Tool, *, flat: bool = False) -> dict[str, Any]:
 
 
 def parse_choice(raw: Any) -> ToolChoice | None:
-    """In the format of Chat, or in that of Responses, which has no object around a name."""
+    """Parse a choice in the format of Chat or Responses."""
     if raw in ("auto", "none"):
         return ToolChoice(raw)
     if raw == "required":
@@ -290,12 +287,12 @@ def parse_format(raw: Any) -> ResponseFormat | None:
     return ResponseFormat(inner.get("schema"), inner.get("name"), inner.get("strict"))
 
 
-def render_format(wanted: ResponseFormat | None, *, flat: bool = False) -> dict[str, Any] | None:
-    if wanted is None:
+def render_format(format_: ResponseFormat | None, *, flat: bool = False) -> dict[str, Any] | None:
+    if format_ is None:
         return None
-    if wanted.schema is None:
+    if format_.schema is None:
         return {"type": "json_object"}
-    inner = compact({"name": wanted.name or "answer", "schema": wanted.schema, "strict": wanted.strict})
+    inner = compact({"name": format_.name or "answer", "schema": format_.schema, "strict": format_.strict})
     return {"type": "json_schema", **(inner if flat else {"json_schema": inner})}
 
 
@@ -312,7 +309,7 @@ def render_messages(request: Request) -> list[dict[str, Any]]:
             if isinstance(part, ToolResult):
                 text = "".join(piece.text for piece in part.parts if isinstance(piece, Text))
                 messages.append({"role": "tool", "tool_call_id": part.call_id, "content": text})
-                # A tool message takes text only, so its pictures follow in the user's name.
+                # a tool message holds only text, so its pictures follow in a user's message
                 rest.extend(piece for piece in part.parts if not isinstance(piece, Text))
             else:
                 rest.append(part)
@@ -346,7 +343,7 @@ def _render_content(parts: list[Part]) -> str | list[dict[str, Any]]:
 
 
 def render_assistant(parts: tuple[Part, ...], *, answer: bool) -> dict[str, Any]:
-    """An assistant message. As an `answer` it shows all reasoning; as history only what a chat server gave."""
+    """Render an assistant message. An `answer` shows all reasoning, a history only that of a chat server."""
     texts = [part.text for part in parts if isinstance(part, Text)]
     refusals = [part.text for part in parts if isinstance(part, Refusal)]
     thoughts = [part for part in parts if isinstance(part, Reasoning) and (answer or part.origin == "chat")]
@@ -373,7 +370,7 @@ def _render_call(call: ToolCall) -> dict[str, Any]:
 
 
 class ChatParser(EventParser):
-    """Chunks to deltas. The end is held back until `[DONE]` or the close, since usage comes after the finish reason."""
+    """Chunks to deltas. The end is deferred to `[DONE]` or the close, since usage follows the finish reason."""
 
     def __init__(self, dialect: Dialect) -> None:
         super().__init__(dialect)
@@ -426,7 +423,7 @@ class ChatParser(EventParser):
         key = fragment.get("index")
         current = self._open[1] if self._open and isinstance(self._open[1], ToolCall) else None
         call_id, name = fragment.get("id"), body.get("name")
-        # Some servers number all parallel calls 0, or not at all; a new id with a name is a new call all the same.
+        # some servers number all parallel calls 0, or not at all: a new id with a name is a new call too
         renewed = bool(call_id and name and current and call_id != current.id)
         if current is None or renewed or (key is not None and key != self._call_key):
             if not name:
@@ -445,7 +442,7 @@ class ChatParser(EventParser):
 
 
 def _merge_detail(details: list[dict[str, Any]], new: Any) -> None:
-    """Streamed reasoning details come in fragments; those of one block are joined again."""
+    """Append a fragment of streamed reasoning details; those of one block are joined."""
     if not isinstance(new, dict):
         raise ValueError("a reasoning detail that is not an object")
     last = details[-1] if details else None
@@ -460,7 +457,7 @@ def _merge_detail(details: list[dict[str, Any]], new: Any) -> None:
 
 
 def stream_error(data: Mapping[str, Any]) -> StreamError:
-    """The error in an event; its code may be a status."""
+    """The error in an event, whose code may be a status."""
     inner = data["error"]
     code = inner.get("code") if isinstance(inner, Mapping) else None
     status = code if isinstance(code, int) and 400 <= code < 600 else 502
@@ -468,7 +465,7 @@ def stream_error(data: Mapping[str, Any]) -> StreamError:
 
 
 class ChatRenderer(EventRenderer):
-    """Chunks of one choice, then usage, then `[DONE]`."""
+    """Writes the chunks of one choice, then usage, then `[DONE]`."""
 
     def __init__(self, dialect: Dialect, request: Request) -> None:
         super().__init__(dialect, request)
@@ -477,7 +474,7 @@ class ChatRenderer(EventRenderer):
         self._calls = -1
 
     def keep_alive(self) -> bytes:
-        # Without a blank line after it this is not an event, so even careless clients do not try to decode it.
+        # without a blank line this is not an event, so no client tries to decode it
         return b": keep-alive\n"
 
     def _begin(self, start: TurnStart) -> bytes:
@@ -530,6 +527,7 @@ class Chat(OpenAI):
         ("GET", "(?:/api)?/v1/models/(.+)", "model"),
     )
     answer_field = "choices"
+    content_fields = ("choices",)
     sampling_names = _SAMPLING
     unknown_sampling = ("top_k", "thinking_budget")
     count_fields = ("n",)
@@ -553,7 +551,7 @@ class Chat(OpenAI):
     def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
         system, messages = gather_messages(body.get("messages"), "messages", _parse_message)
         options, limit = body.get("stream_options"), body.get("max_completion_tokens")
-        given = body if limit is None else {**body, "max_tokens": limit}
+        parameters = body if limit is None else {**body, "max_tokens": limit}
         return Request(
             model=need_str(body.get("model"), "model"),
             messages=messages,
@@ -561,7 +559,7 @@ class Chat(OpenAI):
             tools=tuple(parse_tool(tool) for tool in body.get("tools") or ()),
             tool_choice=parse_choice(body.get("tool_choice")),
             parallel_tools=body.get("parallel_tool_calls"),
-            sampling=read_sampling(given, _SAMPLING),
+            sampling=self.read_sampling(parameters),
             response_format=parse_format(body.get("response_format")),
             stream=bool(body.get("stream")),
             stream_usage=bool(isinstance(options, dict) and options.get("include_usage")),
@@ -570,18 +568,19 @@ class Chat(OpenAI):
         )
 
     def _render_request(self, request: Request) -> dict[str, Any]:
-        limit = "max_completion_tokens" if _NEW_MAX.search(request.model) else "max_tokens"
         body = {
             "model": request.model,
             "messages": render_messages(request),
             "tools": [render_tool(tool) for tool in request.tools] or None,
             "tool_choice": render_choice(request.tool_choice),
             "parallel_tool_calls": request.parallel_tools,
-            **write_sampling(request.sampling, {**_SAMPLING, "max_tokens": limit}),
+            **self.write_sampling(request.sampling),
             "response_format": render_format(request.response_format),
             "stream": request.stream or None,
             "stream_options": {"include_usage": True} if request.stream and request.stream_usage else None,
         }
+        if _NEW_MAX.search(request.model):
+            body["max_completion_tokens"] = body.pop("max_tokens")
         return {**(request.extra if request.dialect == self.name else {}), **compact(body)}
 
     def _parse_response(self, body: Mapping[str, Any]) -> Turn:
@@ -623,32 +622,26 @@ class Chat(OpenAI):
             return _CONTENT if choices else None
         return AnswerProgress(usage=usage, content=bool(choices), finished=finished, error=error)
 
-    def first_event(self, event: Mapping[str, Any]) -> Literal["error", "prelude", "content"]:
-        return "content" if event.get("choices") else "error" if error_in(event) is not None else "prelude"
-
-    def missing_in(self, answer: Mapping[str, Any]) -> str | None:
-        return None if answer.get("choices") else "choices"
-
     def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Servers fetch pictures, sounds and films alike: what is called `..._url`, and any other link in a part."""
-        part = {name.lower(): value for name, value in part.items()}  # as servers written in Go read it
+        """Replace parts with `..._url` fields and any other link, which servers fetch whatever the media type."""
+        part = {name.lower(): value for name, value in part.items()}  # servers written in Go ignore case
         file = part.get("file")
         named = {**part, **file} if isinstance(file, dict) else part
-        links = (value for key, value in named.items() if key.endswith("_url"))
-        urls = (link.get("url") if isinstance(link, dict) else link for link in links)
         is_message = "role" in part and "type" not in part
         linked = has_link(file) or (not is_message and has_link(part))
-        away = linked or any(is_web(url) for url in urls) or named.get("file_id")
+        away = linked or has_web_url(named) or named.get("file_id")
         return {"type": "text", "text": REMOVED} if away else None
 
 
-def is_web(value: Any) -> bool:
-    """Whether an address refers to something elsewhere."""
-    return isinstance(value, str) and not value.startswith("data:")
+def has_web_url(part: Mapping[str, Any]) -> bool:
+    """Whether a field of the part named `..._url` holds an address other than a `data:` URL."""
+    links = (value for key, value in part.items() if key.endswith("_url"))
+    urls = (link.get("url") if isinstance(link, dict) else link for link in links)
+    return any(isinstance(url, str) and not url.startswith("data:") for url in urls)
 
 
 def has_link(value: Any) -> bool:
-    """Whether a part refers to something elsewhere, under whatever name. Texts and their sources do not count."""
+    """Whether a part holds a link under any name; texts and their sources are ignored."""
     if isinstance(value, dict):
         return any(has_link(inner) for key, inner in value.items() if key not in _PROSE)
     if isinstance(value, list):
@@ -657,7 +650,7 @@ def has_link(value: Any) -> bool:
 
 
 def read_stop(native: Any, matched: Any, has_calls: bool) -> StopReason:
-    """The canonical stop: calls outrank a plain `stop`, and vLLM names the stop string that it hit."""
+    """The canonical stop: calls take precedence over `stop`; `matched` is the stop string that vLLM reports."""
     stop = STOPS.get(native or "stop", "other")
     if stop == "end" and has_calls:
         return "tool_use"

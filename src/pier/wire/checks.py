@@ -1,9 +1,9 @@
-"""Limits on requests to a provider: they can be recorded and, when a trial has no internet, reach only the model.
+"""Limits on requests to a provider: with no internet, they reach only the model; with prescribed sampling, they use it.
 
 Providers offer tools that run on their side: web search, fetching of URLs, code containers, remote MCP servers, stored
-files. `close_book` takes them out of a request and reports what it took. Fields, tools and sources are kept by the
-allow lists of each dialect, so that a new kind of hosted tool is out until it is added there. A request whose tools
-have a shape that the dialect does not know is refused, since a provider may read more in it than pier does.
+files. `close_book` removes them from a request and reports the removals. Only fields, tools and sources on the allow
+lists of the dialect are kept, so a new kind of hosted tool is removed until it is added there. A request whose tools
+have a shape that the dialect does not know is refused, since a provider may interpret it differently.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["REMOVED", "close_book", "is_closed", "offline", "prescribe"]
 
 _WHY = "this session has no internet"
 _INNER = "generateContentRequest"
-"""Gemini's request within a request, which a translation takes for the request itself."""
+"""Gemini's nested request for counting tokens, which replaces the outer one when translated."""
 _NESTED = ("content", "parts", "output", "source", "functionResponse", "function_response")
 _MESSAGE = {"role", "content"}
-"""What most messages have. With a text as the content nothing in them is remote, in any dialect."""
+"""The fields of most messages. If the content is text, such a message has no remote references in any dialect."""
 
 
 def close_book(dialect: DialectName, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[Edit]]:
-    """The body of a request without what reaches beyond the model, and what was done to it; no edits, no change.
-    `BadRequest` if its tools have an unknown shape."""
+    """A request's body without anything that reaches beyond the model, and the edits made; without edits the body is
+    unchanged. `BadRequest` if its tools have an unknown shape."""
     try:
         return _close_book(DIALECTS[dialect], body)
     except PARSE_ERRORS as error:
@@ -39,7 +39,7 @@ def close_book(dialect: DialectName, body: Mapping[str, Any]) -> tuple[dict[str,
 def _close_book(own: Dialect, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[Edit]]:
     edits: list[Edit] = []
     closed, known = dict(body), own.local_fields.split()
-    # An object without members asks for a search too.
+    # an empty object also enables a search
     unknown = [name for name in body if name not in known and body[name] not in (None, [], "", False)]
     for name in unknown:
         del closed[name]
@@ -62,22 +62,25 @@ def _close_book(own: Dialect, body: Mapping[str, Any]) -> tuple[dict[str, Any], 
 def prescribe(
     dialect: DialectName, body: Mapping[str, Any], asked: Sampling, sampling: Sampling
 ) -> tuple[dict[str, Any], list[Edit]]:
-    """The body of a request that `asked` for its own sampling parameters, with those of the session, and what was
-    changed; no edits, no change."""
+    """A request's body with the session's sampling parameters in place of those it `asked` for, and the edits made."""
     changed = {name: value for name, value in sampling.given().items() if getattr(asked, name) != value}
     edits = [
-        Edit("changed", f"{name} from {_said(getattr(asked, name))} to {_said(value)}", "the session prescribes it")
+        Edit(
+            "changed",
+            f"{name} from {_shown(getattr(asked, name))} to {_shown(value)}",
+            "the session prescribes it",
+        )
         for name, value in changed.items()
     ]
     return (DIALECTS[dialect].with_sampling(body, sampling), edits) if edits else (dict(body), [])
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     return "unset" if value in (None, ()) else str(list(value) if isinstance(value, tuple) else value)
 
 
 def is_closed(dialect: DialectName, body: Mapping[str, Any]) -> bool:
-    """Whether a request, also one within a request to count its tokens, reaches nowhere beyond the model."""
+    """Whether a request, or a nested one for counting tokens, reaches nothing beyond the model."""
     return not close_book(dialect, body)[1]
 
 
@@ -85,7 +88,7 @@ _ONLINE = re.compile(r":online(?=:|\s*$)\s*", re.IGNORECASE)
 
 
 def offline(model: str) -> str:
-    """A model's name without OpenRouter's mark for a web search, wherever and however often it stands."""
+    """A model's name without any occurrence of OpenRouter's suffix for web search."""
     return _ONLINE.sub("", model)
 
 
@@ -106,7 +109,7 @@ def _close_tools(dialect: Dialect, body: dict[str, Any], edits: list[Edit]) -> N
     for choice in ("toolConfig", "tool_config", "tool_choice"):
         if choice in body and (not kept or _names_gone(body[choice], kept)):
             del body[choice]
-            edits.append(Edit("removed", choice, "the tool that it names was left out"))
+            edits.append(Edit("removed", choice, "the tool that it names was removed"))
 
 
 def _names_gone(choice: Any, kept: list[Any]) -> bool:
@@ -121,7 +124,7 @@ def _names_gone(choice: Any, kept: list[Any]) -> bool:
 
 
 def _close_item(item: Any, dialect: Dialect, edits: list[Edit]) -> Any:
-    """A message, item or part with its remote references replaced, however deep they are."""
+    """A message, item or part with its remote references replaced at any depth."""
     if isinstance(item, list):
         return [_close_item(inner, dialect, edits) for inner in item]
     if not isinstance(item, dict) or (item.keys() == _MESSAGE and isinstance(item["content"], str)):

@@ -1,9 +1,9 @@
-"""The contract of a dialect: everything that pier must know about one API for models over HTTP.
+"""The contract of a dialect: everything that pier must know about one HTTP API for models.
 
 A dialect is one module with a subclass of `Dialect`, and a line in `pier.wire.dialects`. All of it is pure: bytes and
-parsed JSON in, bytes and JSON out. Agents, providers and models may send anything: a body that cannot be read as the
-dialect raises `BadRequest` (the client's) or `BadResponse` (the upstream's), never anything else, and canonical values
-hold what their types say. Unknown fields are kept, never refused.
+parsed JSON in, bytes and JSON out. Input is untrusted: a body that cannot be read as the dialect raises `BadRequest`
+(the client's) or `BadResponse` (the upstream's), never anything else, and canonical values match their types. Unknown
+fields are kept, never refused.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from pier.wire.faults import error_in
 from pier.wire.turn import DialectName, Edit, ErrorKind, Json, Request, Sampling, Tool, Turn, Usage
 from pier.wire.values import (
     PARSE_ERRORS,
     BadRequest,
     BadResponse,
+    compact,
     error_text,
     kind_of_status,
     type_error_in,
-    write_sampling,
 )
 
 if TYPE_CHECKING:
@@ -32,33 +33,33 @@ if TYPE_CHECKING:
 RouteKind = Literal["generate", "count_tokens", "models", "model", "probe", "unknown"]
 REMOVED = "[A remote file was left out: this session has no internet.]"
 _TOO_LONG = re.compile("^prompt is too long|maximum context length|exceeds the maximum number of tokens")
-"""How providers of any dialect say that a request does not fit into the model's context."""
+"""Errors of providers about a request that exceeds the model's context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The meaning of a method and path. `stream` and `model` are set where the path has them (Gemini), not the body."""
+    """The meaning of a method and path. `stream` and `model` are set if the path determines them (Gemini)."""
 
     dialect: DialectName
     kind: RouteKind
     model: str | None = None
     stream: bool | None = None
     sse: bool = True
-    """False for a Gemini client that wants its stream as one JSON array."""
+    """False for a Gemini client that expects its stream as one JSON array."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerProgress:
-    """The progress of an answer that one event of its stream reports."""
+    """The progress that one event of a streamed answer reports."""
 
     usage: Any = None
-    """Counts as on the wire."""
+    """Token counts as on the wire."""
     content: bool = False
-    """It holds a part of an answer; reported where the end alone does not say that there was one."""
+    """Whether it holds a part of an answer; set by dialects whose end does not imply an answer."""
     finished: bool = False
-    """The model's turn is over, with or without a proper end of the stream."""
+    """Whether the model's turn is over, with or without a proper end of the stream."""
     done: bool = False
-    """It is the dialect's proper last event."""
+    """Whether it is the dialect's proper last event."""
     error: Json | None = None
 
 
@@ -68,21 +69,21 @@ _OF_SERVICE = frozenset(
         *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "cache_salt"),
     }
 )
-"""Fields that say how a request is served or filed."""
+"""Fields that determine how a request is served or accounted for."""
 _KEPT = frozenset({"provider", "store", "inference_geo", "mcp_servers", "container"})
-"""Fields that are sent in any dialect: they say where data may go, or tools refer to them, and a provider would blame
-the request for their lack."""
+"""Fields that are sent in any dialect: they restrict where data may go, or tools refer to them, and a provider would
+refuse the request without them."""
 
 
 class Dialect:
-    """One dialect. Methods that raise `NotImplementedError`, and those that begin with an underscore, are its own."""
+    """One dialect. Subclasses implement the methods that raise `NotImplementedError`."""
 
     name: DialectName
 
     # Requests and answers
 
     routes: tuple[tuple[str, str, RouteKind], ...] = ()
-    """Methods, patterns of paths, with a group for the model where it is in the path, and what they mean."""
+    """Methods, path patterns (with a group for the model if it is in the path), and kinds."""
 
     def match(self, method: str, path: str, query: Mapping[str, str]) -> Route | None:
         """The route if this dialect has it. `path` has no doubled slashes and no trailing slash."""
@@ -92,12 +93,12 @@ class Dialect:
         return None
 
     likely_headers: tuple[str, ...] = ()
-    """Headers that only its clients send."""
+    """Headers that only clients of this dialect send."""
     likely_path: re.Pattern[str] = re.compile("(?!)")
-    """Paths that only its clients ask for, also those that it does not have."""
+    """Paths that only clients of this dialect request, including ones without a route."""
 
     def is_likely(self, path: str, headers: Collection[str]) -> bool:
-        """Whether a client of this dialect most likely sent a request, by its path and the names of its headers."""
+        """Whether a request most likely comes from a client of this dialect."""
         return any(name in headers for name in self.likely_headers) or self.likely_path.match(path) is not None
 
     def parse_request(self, body: Mapping[str, Any], route: Route | None = None) -> Request:
@@ -156,10 +157,10 @@ class Dialect:
         raise NotImplementedError
 
     error_types: Mapping[str, ErrorKind] = {}
-    """The kinds of errors by the types that its providers give them."""
+    """Kinds of errors by the providers' error types."""
 
     def parse_error(self, status: int, body: Any) -> tuple[str, ErrorKind]:
-        """The message and kind of an upstream's error, whatever its body is (JSON of the dialect, other JSON, text)."""
+        """The message and kind of an upstream's error; its body may be JSON of the dialect, other JSON, or text."""
         message = error_text(body)
         inner = body.get("error") if isinstance(body, dict) else None
         inner = inner if isinstance(inner, dict) else {}
@@ -179,34 +180,30 @@ class Dialect:
     # Providers
 
     key_header: str | None = None
-    """Where a key goes; None for `Authorization: Bearer`."""
+    """The header for a key; None for `Authorization: Bearer`."""
     headers: Mapping[str, str] = {}
     """Headers of every request to a provider."""
     client_headers: str = ""
-    """Names of headers that its clients send and a provider gets, in lower case, besides the usual ones; `*` stands for
+    """Names of clients' headers that are passed to a provider in addition to the usual ones, in lower case; `*` matches
     the rest of a name. All others are dropped."""
     client_query: re.Pattern[str] = re.compile("(?!)")
-    """Parameters that its clients send and a provider gets."""
+    """Clients' query parameters that are passed to a provider."""
 
     def is_client_header(self, name: str) -> bool:
-        """Whether this is one of its `client_headers`."""
         return name_pattern(self.client_headers).fullmatch(name.lower()) is not None
 
     keep_alive: bytes | None = None
-    """Bytes to send in a quiet stream that is relayed; None to ask the renderer."""
+    """Bytes to send in a quiet relayed stream; None to use the renderer's."""
     ends_at_close = False
-    """The last event of a stream looks like those before it, so that only the close says that it was the last."""
-
-    model_in_path = False
-    """The model is in the path, and not in the body."""
+    """Whether only the close of a stream shows that its last event was the last."""
 
     path: str
-    """Where a call goes, below the provider's base URL (`/v1/messages`)."""
+    """The path of a call, below the provider's base URL (`/v1/messages`)."""
     counting_path: str | None = None
-    """Where tokens are counted; None if the dialect has no such route."""
+    """The path for counting tokens; None if the dialect has no such route."""
 
     def generate_path(self, model: str, stream: bool) -> str:
-        """Where this call goes, query included."""
+        """The path of this call, including the query."""
         return self.path
 
     def request_path(self, request: Request) -> str:
@@ -219,25 +216,32 @@ class Dialect:
 
     usage_field = "usage"
     answer_field: str
-    """The list that every whole answer has."""
+    """The name of the list that every whole answer has."""
     preludes: tuple[str, ...] = ()
     """Types of events that only announce an answer."""
+    content_fields: tuple[str, ...] = ()
+    """The fields of which an answer, or an event with content, has at least one, if events have no types."""
 
     def read_usage(self, raw: Any) -> Usage:
         raise NotImplementedError
 
     def progress_of(self, event: Mapping[str, Any]) -> AnswerProgress | None:
-        """The progress that an event reports; None if the answer only goes on."""
+        """The progress that an event reports; None if it only continues the answer."""
         raise NotImplementedError
 
     def first_event(self, event: Mapping[str, Any]) -> Literal["error", "prelude", "content"]:
-        """The kind of an event at the beginning of a stream. A prelude only announces an answer, so nothing is lost
-        when the request is sent again after it."""
+        """The kind of an event at the beginning of a stream. A prelude only announces an answer, so the request can be
+        retried after it."""
+        if self.content_fields:
+            has_content = any(map(event.get, self.content_fields))
+            return "content" if has_content else "error" if error_in(event) is not None else "prelude"
         kind = event.get("type")
         return "error" if kind in ("error", "response.failed") else "prelude" if kind in self.preludes else "content"
 
     def missing_in(self, answer: Mapping[str, Any]) -> str | None:
-        """The required field that a whole answer lacks; None if it lacks none."""
+        """The required field that is missing in a whole answer; None if none is."""
+        if self.content_fields:
+            return None if any(map(answer.get, self.content_fields)) else self.answer_field
         return None if isinstance(answer.get(self.answer_field), list) else self.answer_field
 
     # Translation
@@ -245,30 +249,48 @@ class Dialect:
     unknown_sampling: tuple[str, ...] = ()
     """Fields of `Sampling` that the dialect has no parameter for."""
     sampling_names: Mapping[str, str] = types.MappingProxyType({})
-    """Its names for fields of `Sampling`."""
+    """The dialect's names for fields of `Sampling`."""
+
+    def read_sampling(self, body: Mapping[str, Any], **others: Any) -> Sampling:
+        """Read sampling parameters; `others` are fields without a name in `sampling_names`."""
+        values: dict[str, Any] = {field: body.get(name) for field, name in self.sampling_names.items()}
+        if "stop" in values:
+            stop = values["stop"]
+            values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        if "logprobs" in values:
+            values["logprobs"] = bool(values["logprobs"])
+        return Sampling(**values, **others)
+
+    def write_sampling(self, sampling: Sampling) -> dict[str, Any]:
+        """Sampling parameters by the dialect's names; None for those that are unset."""
+        values = {name: getattr(sampling, field) for field, name in self.sampling_names.items()}
+        if "stop" in self.sampling_names:
+            values[self.sampling_names["stop"]] = list(sampling.stop) or None
+        if "logprobs" in self.sampling_names:
+            values[self.sampling_names["logprobs"]] = sampling.logprobs or None
+        return values
 
     def with_sampling(self, body: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
         """A request's body with these parameters replaced; those that the dialect lacks are left out."""
-        given = write_sampling(sampling, self.sampling_names)
-        return {**body, **{name: value for name, value in given.items() if value is not None}}
+        return {**body, **compact(self.write_sampling(sampling))}
 
     custom_tools = False
-    """It has tools that take free text, and namespaces of tools."""
+    """Whether there are free-text tools and namespaces of tools."""
     system_anywhere = True
-    """System messages may stand in the middle of a history."""
+    """Whether system messages may occur in the middle of a history."""
     parallel_tools = True
-    """A request can say whether calls may be parallel."""
+    """Whether a request can allow or forbid parallel calls."""
 
     def adapt(self, request: Request, *, foreign: bool, edits: list[Edit]) -> Request:
-        """A translated request as the dialect's providers want it; `foreign` if an agent of another dialect made it."""
+        """Adapt a translated request to the dialect's providers; `foreign` if an agent of another dialect made it."""
         return request
 
     def private_system(self, text: str) -> str | None:
-        """The reason why a system text is for this dialect's providers only; None if it is for every model."""
+        """The reason why a system text is for this dialect's providers only; None if other models may get it."""
         return None
 
     def as_function(self, tool: Tool) -> Tool | None:
-        """A tool of a special type that the agent itself runs, as a function that any model can call; else None."""
+        """A typed tool that the agent itself runs, as a function that any model can call; else None."""
         return None
 
     # Limits on requests to a provider
@@ -278,22 +300,22 @@ class Dialect:
     count_fields: tuple[str, ...] = ()
     """Fields that ask for several answers."""
     local_fields: str = ""
-    """Names of fields that reach nowhere. All others are taken out of a closed book: providers name their searches as
-    they like."""
+    """Names of fields that affect only the model. All others are removed from a closed-book request, since providers
+    name their searches differently."""
 
     def optional_fields(self, body: Mapping[str, Any]) -> list[str]:
-        """The fields of a request without which it still asks for the same: those that say how it is served or filed,
-        and those that the dialect does not know. What tools or the place of data depend on stays."""
+        """The fields of a request that do not change what it asks for: how it is served or accounted for, and unknown
+        fields. Those that tools or the location of data depend on are not among them."""
         known = (set(self.local_fields.split()) | _KEPT) - _OF_SERVICE
         return [name for name in body if name not in known]
 
     file_places: tuple[str, ...] = ()
-    """Where a request may refer to files."""
+    """Fields in which a request may refer to files."""
     local_tools: re.Pattern[str] = re.compile("function|custom")
     """Types of tools that run with the agent."""
 
     def check_recordable(self, body: Mapping[str, Any]) -> None:
-        """`BadRequest` for a request that cannot be recorded as one turn with its whole prompt: one for several
+        """Raise `BadRequest` for a request that cannot be recorded as one turn with its whole prompt: one for several
         answers, or one that refers to state at the provider."""
         for name in self.count_fields:
             if body.get(name) not in (None, 1):
@@ -304,12 +326,12 @@ class Dialect:
                 raise BadRequest(f"unsupported field {name}: {why}", hint="send the whole input with each request")
 
     untyped_tool = ""
-    """The field by which a tool without a type is a function. Some servers have hosted tools without a type too."""
+    """The field that identifies a tool without a type as a function; some hosted tools have no type either."""
     tool_fields = ""
-    """The fields of functions and tools that take free text, if others may stand for hosted tools; else empty."""
+    """The allowed fields of function and free-text tools; empty to allow all."""
 
     def close_tool(self, tool: dict[str, Any], removed: list[str]) -> dict[str, Any] | None:
-        """A tool without what runs at the provider, whose names go to `removed`; None if nothing is left of it."""
+        """A tool without its hosted parts, whose names are appended to `removed`; None if nothing is left."""
         kind, place = tool.get("type"), tool.get("environment")
         if kind is None:
             is_plain = isinstance(tool.get(self.untyped_tool), dict)
@@ -332,5 +354,5 @@ class Dialect:
 
 @cache
 def name_pattern(names: str) -> re.Pattern[str]:
-    """Matches names of headers, of which `*` stands for the rest of one."""
+    """A pattern for header names; `*` in one matches its rest."""
     return re.compile("|".join(re.escape(name).replace(r"\*", "[a-z0-9-]{1,64}") for name in names.split()) or "(?!)")

@@ -1,4 +1,4 @@
-"""The table of all dialects, and which of them a request is in."""
+"""The table of all dialects, and the detection of a request's dialect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (Anthropic(
 
 
 def check_name(name: str) -> DialectName:
-    """The name of a dialect; `ValueError` if there is none of this name."""
+    """Return `name` if it is the name of a dialect; raise `ValueError` otherwise."""
     if name not in DIALECTS:
         raise ValueError(f"unknown dialect {name!r}: expected {', '.join(sorted(DIALECTS))}")
     return name
@@ -31,18 +31,17 @@ _ROLLOUT = re.compile(r"^/+rollout/+([^/]+)(?=/|$)")
 
 
 def rollout_in(path: str) -> str | None:
-    """The id of the rollout in a path such as `/rollout/ID/v1/messages`; None if it names none."""
+    """The id of the rollout in a path such as `/rollout/ID/v1/messages`; None for any other path."""
     found = _ROLLOUT.match(path)
     return found[1] if found else None
 
 
 @lru_cache(128)
 def recognise(method: str, path: str, query: str = "", headers: tuple[str, ...] = ()) -> Route:
-    """The route of a request, always: of the kind `unknown`, in the caller's likely dialect, when there is none.
+    """The route of a request; one of kind `unknown` in the caller's most likely dialect if no dialect has it.
 
-    `headers` are the names of its headers in lower case. Paths are taken as clients really write them: a doubled
-    slash, a doubled or a missing version, a trailing slash. The name of a rollout before them says nothing about the
-    route.
+    `headers` are the names of the request's headers in lower case. Paths may have a doubled or trailing slash and a
+    doubled or missing version, as some clients send them. A leading rollout id is ignored.
     """
     clean = re.sub(r"/+", "/", "/" + _ROLLOUT.sub("", path))
     clean = clean.rstrip("/") or "/"

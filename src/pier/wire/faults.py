@@ -1,16 +1,16 @@
-"""The blame of a failed model call, decided from the wire: one place for all dialects, whole and streamed.
+"""The blame for a failed model call, determined from the provider's error, for all dialects.
 
 - `agent`: the request itself is wrong (invalid, too large, against the content policy), so another model call by the
   same agent could succeed.
-- `rate_limit`: the provider asks for a pause. The gateway waits and tries again; the agent sees it only when that
+- `rate_limit`: the provider asks for a pause. The gateway waits and retries; the agent sees the error only if that
   takes too long.
-- `quota`: money or an allowance is used up, and no pause helps.
-- `provider`: everything else that kept an answer back: no access, an unknown model, an outage, a broken answer.
+- `quota`: money or an allowance is used up, and waiting does not help.
+- `provider`: any other reason why there is no answer: no access, an unknown model, an outage, a broken answer.
 - `gateway`: pier itself failed.
 
-An agent must not be able to produce a `provider` fault, since such a trial gets no reward. Error texts may quote the
-request, so they are compared at their beginning only. A 403, 404 or 409 to a request that refers to something other
-than the configured model (a stored file, another model) is the agent's.
+An agent must not be able to cause a `provider` fault, since such a trial gets no reward. Error texts may quote the
+request, so only their beginnings are matched. A 403, 404 or 409 for a request that refers to something other than the
+configured model (a stored file, another model) is the agent's fault.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 Fault = Literal["agent", "rate_limit", "quota", "provider", "gateway"]
 
-_PASSING = frozenset({408, 409, 421, 425, 429, 499, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529})
+_TRANSIENT = frozenset({408, 409, 421, 425, 429, 499, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529})
 _NO_ACCESS = frozenset({401, 403, 404, 405, 407, 408, 409, 410, 421, 425, 499})
 _STATUS_OF = {
     **dict.fromkeys(("rate_limit_error", "rate_limit_exceeded", "resource_exhausted"), 429),
@@ -42,7 +42,7 @@ _STATUS_OF = {
     **dict.fromkeys(("invalid_request_error", "invalid_argument", "invalid_prompt", "context_length_exceeded"), 400),
     **dict.fromkeys(("content_policy_violation", "content_filter", "failed_precondition"), 400),
 }
-"""The status for an error inside an answer of status 200, by the error's type or code."""
+"""Statuses for errors inside answers of status 200, by the error's type or code."""
 _QUOTA_WORDS = frozenset(
     {
         *("insufficient_quota", "billing_error", "billing_hard_limit_reached", "billing_not_active"),
@@ -62,25 +62,24 @@ _CHOICES = (
     *("previous_response_id", "conversation", "prompt", "cachedContent", "cached_content", "container", "mcp_servers"),
     *("models", "provider", "route", "preset"),
 )
-"""Top-level fields that refer to something stored at the provider, or that choose another model or host there."""
+"""Top-level fields that refer to something stored at the provider, or select another model or host there."""
 _STORED = frozenset({"file_id", "fileUri", "file_uri", "vector_store_ids"})
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The meaning of an error answer. `passing`: a retry may help; `asked`: the pause that the provider asks for."""
+    """The classification of an error answer. `retryable`: a retry may help; `asked`: the pause that was requested."""
 
     fault: Fault
     status: int
-    passing: bool = False
+    retryable: bool = False
     asked: float | None = None
 
 
 def classify(
     status: int, body: object, headers: Mapping[str, str] | None = None, request: bytes | None = None
 ) -> Failure:
-    """The meaning of an error answer, from its status (200 for an error inside an answer), its decoded body and the
-    request that was sent."""
+    """Classify an error answer by its status (200 for an error inside an answer), its decoded body and the request."""
     error = error_in(body) or {}
     words = {word.lower() for word in _words(error)}
     text = error.get("message")
@@ -97,17 +96,17 @@ def classify(
     if status in (403, 404, 409) and (_is_moderation(error) or _is_elsewhere(error, request)):
         return Failure("agent", status)
     if status >= 500 or status in _NO_ACCESS:
-        return Failure("provider", status, status in _PASSING, asked)
+        return Failure("provider", status, status in _TRANSIENT, asked)
     return Failure("agent", status)
 
 
 def fault_of(status: int, message: str = "") -> Fault:
-    """The blame of a failure of which only a status and a text are known."""
+    """The blame for a failure of which only the status and message are known."""
     return classify(max(status, 400), {"error": {"message": message}}).fault
 
 
 def error_in(value: object) -> Mapping[str, Any] | None:
-    """The error that a decoded answer or event holds, in any dialect; None if it holds none."""
+    """The error in a decoded answer or event of any dialect; None if there is none."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, Mapping):
@@ -126,7 +125,7 @@ def error_in(value: object) -> Mapping[str, Any] | None:
 
 
 def _words(error: Mapping[str, Any]) -> Iterator[str]:
-    """The names in an error that the provider chose: types, codes, reasons and quotas, never its text."""
+    """The provider's identifiers in an error (types, codes, reasons, quotas), without its text."""
     for key in ("type", "code", "status"):
         if isinstance(word := error.get(key), str):
             yield word
@@ -153,7 +152,7 @@ def _status_inside(error: Mapping[str, Any], words: set[str]) -> int:
 
 
 def _retry_delay(error: Mapping[str, Any]) -> float | None:
-    """The pause in the details of Google's errors: `{"retryDelay": "23s"}`."""
+    """The pause in the details of a Google error: `{"retryDelay": "23s"}`."""
     for detail in _tables(error.get("details")):
         delay = detail.get("retryDelay")
         if isinstance(delay, str) and re.fullmatch(r"\d{1,6}(\.\d+)?s", delay):
@@ -167,7 +166,7 @@ def _is_moderation(error: Mapping[str, Any]) -> bool:
 
 
 def _is_elsewhere(error: Mapping[str, Any], request: bytes | None) -> bool:
-    """Whether a refusal may be about something that the request refers to besides its model."""
+    """Whether an error may concern something other than the model that the request refers to."""
     parameter = error.get("param")
     if isinstance(parameter, str) and parameter and parameter != "model":
         return True
@@ -181,7 +180,7 @@ def _is_elsewhere(error: Mapping[str, Any], request: bytes | None) -> bool:
 
 
 def _refers_to_stored(value: object) -> bool:
-    """Whether a part or a tool refers to a file or item at the provider. Arguments of tool calls do not count."""
+    """Whether a part or a tool refers to a file or item at the provider; arguments of tool calls are ignored."""
     if isinstance(value, list):
         return any(_refers_to_stored(inner) for inner in value)
     if not isinstance(value, dict):
@@ -196,7 +195,7 @@ def _refers_to_stored(value: object) -> bool:
 
 
 def retry_after(headers: Mapping[str, str], now: float | None = None) -> float | None:
-    """The seconds that an answer asks to wait, as `Retry-After` or OpenAI's and Anthropic's `retry-after-ms`."""
+    """The requested pause in seconds: `Retry-After`, or `retry-after-ms` of OpenAI and Anthropic."""
     try:
         if milliseconds := headers.get("retry-after-ms"):
             return max(0.0, float(milliseconds) / 1000)

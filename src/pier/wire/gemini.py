@@ -1,7 +1,7 @@
 """Google Gemini: `generateContent` and `streamGenerateContent`, as events or as one JSON array.
 
-Field names are taken in camelCase and in snake_case, and written in camelCase. A stream consists of whole answers that
-each hold what is new; calls come in one piece.
+Field names are accepted in camelCase and snake_case, and written in camelCase. A stream consists of whole answers that
+each hold new parts; calls arrive in one piece.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 from pier.wire.chat import stream_error
 from pier.wire.contract import REMOVED, AnswerProgress, Dialect, Route
-from pier.wire.faults import error_in
 from pier.wire.sse import EventParser, EventRenderer, sse
 from pier.wire.turn import (
     Delta,
@@ -55,16 +54,14 @@ from pier.wire.values import (
     need_list,
     need_str,
     parse_arguments,
-    read_sampling,
     split_results,
     without,
-    write_sampling,
 )
 
 _REFUSALS = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "IMAGE_SAFETY")
 STOPS: dict[str, StopReason] = {"STOP": "end", "MAX_TOKENS": "length", **dict.fromkeys(_REFUSALS, "refusal")}
 _FINISHES = {"length": "MAX_TOKENS", "context": "MAX_TOKENS", "refusal": "SAFETY", "other": "OTHER"}
-"""The words for other stops than `STOP`."""
+"""The finish reasons other than `STOP`."""
 _STATUSES: dict[ErrorKind, str] = {
     "invalid_request": "INVALID_ARGUMENT",
     "authentication": "UNAUTHENTICATED",
@@ -96,28 +93,28 @@ _CONFIG = (
     *_SAMPLING.values(),
     *("thinkingConfig", "responseMimeType", "candidateCount", "responseSchema", "responseJsonSchema"),
 )
-_OUTSIDE, _IN_STRING = re.compile(rb'["{}]'), re.compile(rb'"|\\.?', re.DOTALL)
+_decoder = json.JSONDecoder()
 _KEPT_TOOLS = ("functionDeclarations", "function_declarations", "computerUse", "computer_use")
 _THINKS = re.compile(r"gemini-(2\.5|[3-9])")
 _WANTS_SIGNATURES = re.compile(r"gemini-[3-9]")
 _FILLER = "skip_thought_signature_validator"
-"""The value that Google accepts as the signature of a call that its model did not make."""
+"""Google's placeholder for the signature of a call of another model."""
 
 
 def camel(body: Any, what: str) -> dict[str, Any]:
-    """An object with its top-level names in camelCase."""
+    """Convert an object's top-level names to camelCase."""
     return {
         re.sub(r"_([a-z])", lambda found: found[1].upper(), key): value for key, value in need_dict(body, what).items()
     }
 
 
 class Contents:
-    """Reads contents in order, and gives calls that have no id one by their place, so that answers find them."""
+    """Reads contents in order, and assigns ids to calls without one, so that results can refer to them."""
 
     def __init__(self) -> None:
         self._calls = 0
         self._waiting: dict[str, deque[str]] = {}
-        """The ids of calls, by the function's name."""
+        """Ids of calls, by the function's name."""
         self._unanswered: set[str] = set()
 
     def parse(self, raw: Any) -> Iterator[Message]:
@@ -161,7 +158,7 @@ class Contents:
         return ToolResult(call_id or found, parts, failed, name=name)
 
     def _first(self, name: str) -> str:
-        """The first call of this function that has no answer; else the name itself."""
+        """The first call of this function without a result; else the name itself."""
         waiting = self._waiting.get(name, deque())
         while waiting and waiting[0] not in self._unanswered:
             waiting.popleft()
@@ -175,7 +172,7 @@ def parse_call(call: Mapping[str, Any], signature: str | None) -> ToolCall:
 
 
 def parse_part(part: Mapping[str, Any]) -> Iterator[Part]:
-    """A part other than a call or a result. A signature on a separate text is an empty thought that follows it."""
+    """Parse a part other than a call or a result. A signature on a text becomes an empty thought after it."""
     signature = part.get("thoughtSignature")
     if isinstance(part.get("text"), str):
         if part.get("thought"):
@@ -219,15 +216,15 @@ def _render_result(result: ToolResult, name: str) -> Iterator[dict[str, Any]]:
 
 
 def render_part(part: Part, *, answer: bool = False) -> dict[str, Any] | None:
-    """A part. In an `answer` all thoughts are shown; in history only what Gemini itself thought."""
+    """Render a part. An `answer` shows all thoughts, a history only those of Gemini."""
     match part:
         case Text(text=text) | Refusal(text=text):
             return {"text": text} if text else None
         case Reasoning():
-            ours = part.origin == "gemini"
-            if not ours and not answer:
+            is_native = part.origin == "gemini"
+            if not is_native and not answer:
                 return None
-            signature = part.signature if ours else None
+            signature = part.signature if is_native else None
             if not part.text and not signature:
                 return None
             return compact({"text": part.text, "thought": True if part.text else None, "thoughtSignature": signature})
@@ -257,7 +254,7 @@ def parse_tools(raw: Any) -> Iterator[Tool]:
 
 
 def _plain_schema(schema: Any) -> Any:
-    """An OpenAPI schema as Gemini writes it (types in capitals) as JSON Schema."""
+    """Convert an OpenAPI schema with upper-case types, as Gemini uses it, to JSON Schema."""
     if isinstance(schema, dict):
         return {
             key: value.lower() if key == "type" and isinstance(value, str) else _plain_schema(value)
@@ -330,11 +327,12 @@ def render_usage(usage: Usage) -> dict[str, Any] | None:
 
 
 class GeminiParser(EventParser):
-    """Chunks to deltas, from events or from one JSON array. The end is held back until the close: usage may follow."""
+    """Chunks to deltas, from events or one JSON array. The end is deferred to the close, since usage may follow it."""
 
     def __init__(self, dialect: Dialect) -> None:
         super().__init__(dialect)
-        self._array: ArrayReader | None = None
+        self._array: bytearray | None = None
+        """The answer so far if it is a JSON array, which is read at the close."""
         self._sniffed = False
         self._finish: str | None = None
         self._blocked = False
@@ -344,10 +342,16 @@ class GeminiParser(EventParser):
         if not self._sniffed and data.strip():
             self._sniffed = True
             if data.lstrip().startswith(b"["):
-                self._array = ArrayReader()
+                self._array = bytearray()
         if self._array is None:
             return super().feed(data)
-        return [delta for item in self._array.feed(data) if not self._failed for delta in self._decode(None, item)]
+        self._array += data
+        return []
+
+    def close(self) -> list[Delta]:
+        items = _array_items(bytes(self._array or b""))
+        deltas = [delta for item in items if not self._failed for delta in self._decode(None, item)]
+        return deltas + super().close()
 
     def on_event(self, event: str | None, data: Mapping[str, Any]) -> Iterator[Delta]:
         if data.get("error"):
@@ -376,7 +380,7 @@ class GeminiParser(EventParser):
         if raw.get("text") == "" and raw.get("thought") and not raw.get("thoughtSignature"):
             return
         for part in read_part(raw):
-            # A thought's signature comes after its text, in a part without text.
+            # the signature of a thought follows it in a part without text
             if isinstance(part, Text | Reasoning) and (part.text or (self._is_open(part) and part != Text(""))):
                 signature = part.signature if isinstance(part, Reasoning) else None
                 blank = Text("") if isinstance(part, Text) else Reasoning("", origin="gemini")
@@ -387,38 +391,16 @@ class GeminiParser(EventParser):
                 yield from self._whole(part)
 
 
-class ArrayReader:
-    """Splits a JSON array of objects, which arrives in pieces, into the texts of its items. Each byte is read once."""
-
-    def __init__(self) -> None:
-        self._held = bytearray()
-        self._read = 0
-        """How much of what is held was looked at."""
-        self._begin, self._depth, self._quoted = 0, 0, False
-
-    def feed(self, data: bytes) -> list[str]:
-        items: list[str] = []
-        self._held += data
-        while found := (_IN_STRING if self._quoted else _OUTSIDE).search(self._held, self._read):
-            mark = found[0]
-            if mark == b"\\":
-                break  # what it escapes comes with the next piece
-            self._read = found.end()
-            if mark == b'"':
-                self._quoted = not self._quoted
-            elif mark == b"{":
-                self._begin = self._begin if self._depth else found.start()
-                self._depth += 1
-            elif mark == b"}" and self._depth:
-                self._depth -= 1
-                if self._depth == 0:
-                    items.append(self._held[self._begin : self._read].decode(errors="replace"))
-        else:
-            self._read = len(self._held)
-        done = self._begin if self._depth else self._read
-        del self._held[:done]
-        self._begin, self._read = 0, self._read - done
-        return items
+def _array_items(raw: bytes) -> Iterator[str]:
+    """The texts of the objects in a JSON array, whose end may be missing."""
+    text = raw.decode(errors="replace")
+    end = 0
+    while (start := text.find("{", end)) >= 0:
+        try:
+            _, end = _decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            return
+        yield text[start:end]
 
 
 class GeminiRenderer(EventRenderer):
@@ -430,7 +412,7 @@ class GeminiRenderer(EventRenderer):
         self._id = fresh_id("")
 
     def keep_alive(self) -> bytes:
-        # Google's clients decode every line that is not blank, comments too.
+        # Google's clients decode every line that is not blank, including comments
         return b"\n"
 
     def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
@@ -449,7 +431,7 @@ class GeminiRenderer(EventRenderer):
 
     def _grow(self, text: str) -> bytes:
         if isinstance(self._part, ToolCall):
-            return b""  # a call comes in one piece
+            return b""  # a call is sent in one piece
         return self._chunk([{"text": text, **({"thought": True} if isinstance(self._part, Reasoning) else {})}])
 
     def _end_part(self) -> bytes:
@@ -467,7 +449,7 @@ class GeminiRenderer(EventRenderer):
                 return self._chunk([rendered]) if rendered else b""
 
     def _end(self, end: TurnEnd) -> bytes:
-        # The last chunk has a part: clients look for one without asking first.
+        # clients expect a part in the last chunk too
         return self._chunk([{"text": ""}], end.stop, end.usage) + self._tail()
 
     def _chunk(self, parts: list[dict[str, Any]], stop: StopReason | None = None, usage: Usage | None = None) -> bytes:
@@ -503,9 +485,9 @@ class Gemini(Dialect):
     key_header = "x-goog-api-key"
     client_headers = "x-goog-api-client x-gemini-*"
     ends_at_close = True
-    model_in_path = True
     usage_field = "usageMetadata"
     answer_field = "candidates"
+    content_fields = ("candidates", "promptFeedback")
     sampling_names = _SAMPLING
     unknown_sampling = ("effort",)
     system_anywhere = False
@@ -548,7 +530,7 @@ class Gemini(Dialect):
         thinking = camel(config.get("thinkingConfig") or {}, "thinkingConfig")
         level, budget = thinking.get("thinkingLevel"), thinking.get("thinkingBudget")
         effort = level.lower() if isinstance(level, str) else None
-        wanted = config.get("responseJsonSchema") or config.get("responseSchema")
+        schema = config.get("responseJsonSchema") or config.get("responseSchema")
         rest = without(config, *_CONFIG)
         if more := without(thinking, "thinkingBudget", "thinkingLevel"):
             rest["thinkingConfig"] = more
@@ -558,8 +540,8 @@ class Gemini(Dialect):
             system=parse_system(fields.get("systemInstruction")),
             tools=tuple(parse_tools(fields.get("tools"))),
             tool_choice=parse_choice(fields.get("toolConfig")),
-            sampling=read_sampling(config, _SAMPLING, effort=effort, thinking_budget=budget),
-            response_format=ResponseFormat(wanted) if config.get("responseMimeType") == "application/json" else None,
+            sampling=self.read_sampling(config, effort=effort, thinking_budget=budget),
+            response_format=ResponseFormat(schema) if config.get("responseMimeType") == "application/json" else None,
             stream=bool(route and route.stream),
             dialect=self.name,
             extra={**without(fields, *_FIELDS), **({"generationConfig": rest} if rest else {})},
@@ -573,9 +555,24 @@ class Gemini(Dialect):
             "systemInstruction": {"parts": system} if system else None,
             "tools": render_tools(request.tools) or None,
             "toolConfig": render_choice(request.tool_choice),
-            "generationConfig": _render_config(request, extra.pop("generationConfig", {})) or None,
+            "generationConfig": self._render_config(request, extra.pop("generationConfig", {})) or None,
         }
         return {**extra, **compact(body)}
+
+    def _render_config(self, request: Request, extra: Mapping[str, Any]) -> dict[str, Any]:
+        sampling, format_ = request.sampling, request.response_format
+        thinking = {
+            **extra.get("thinkingConfig", {}),
+            "thinkingBudget": sampling.thinking_budget,
+            "thinkingLevel": sampling.effort.upper() if sampling.effort else None,
+        }
+        config = {
+            **self.write_sampling(sampling),
+            "thinkingConfig": compact(thinking) or None,
+            "responseMimeType": "application/json" if format_ else None,
+            "responseJsonSchema": format_.schema if format_ else None,
+        }
+        return {**without(extra, "thinkingConfig"), **compact(config)}
 
     def generate_path(self, model: str, stream: bool) -> str:
         verb = "streamGenerateContent?alt=sse" if stream else "generateContent"
@@ -622,7 +619,7 @@ class Gemini(Dialect):
         return {"totalTokens": tokens}
 
     def read_usage(self, raw: Any) -> Usage:
-        """Gemini counts thoughts and tool prompts apart from candidates and prompt; here they are included."""
+        """Add thoughts to the output and tool prompts to the input, from which Gemini counts them separately."""
         if not isinstance(raw, dict):
             return Usage()
         prompt, tools = as_count(raw.get("promptTokenCount")), as_count(raw.get("toolUsePromptTokenCount"))
@@ -636,14 +633,6 @@ class Gemini(Dialect):
         ended = any(isinstance(each, dict) and each.get("finishReason") for each in event.get("candidates") or ())
         error = event if "error" in event else None
         return AnswerProgress(usage=event.get("usageMetadata"), finished=bool(blocked or ended), error=error)
-
-    def first_event(self, event: Mapping[str, Any]) -> Literal["error", "prelude", "content"]:
-        if event.get("candidates") or event.get("promptFeedback"):
-            return "content"
-        return "error" if error_in(event) is not None else "prelude"
-
-    def missing_in(self, answer: Mapping[str, Any]) -> str | None:
-        return None if answer.get("candidates") or answer.get("promptFeedback") else "candidates"
 
     def adapt(self, request: Request, *, foreign: bool, edits: list[Edit]) -> Request:
         if _WANTS_SIGNATURES.search(request.model):
@@ -663,36 +652,19 @@ class Gemini(Dialect):
 
 
 def read_part(part: Mapping[str, Any]) -> list[Any]:
-    """The canonical parts of one part of an answer."""
     if isinstance(part.get("functionCall"), dict):
         return [parse_call(part["functionCall"], part.get("thoughtSignature"))]
     return list(parse_part(part))
 
 
 def read_stop(native: Any, has_calls: bool) -> StopReason:
-    """The canonical stop; Gemini says STOP for calls too."""
+    """The canonical stop; Gemini reports STOP for calls too."""
     stop = STOPS.get(native or "STOP", "other")
     return "tool_use" if stop == "end" and has_calls else stop
 
 
-def _render_config(request: Request, extra: Mapping[str, Any]) -> dict[str, Any]:
-    sampling, wanted = request.sampling, request.response_format
-    thinking = {
-        **extra.get("thinkingConfig", {}),
-        "thinkingBudget": sampling.thinking_budget,
-        "thinkingLevel": sampling.effort.upper() if sampling.effort else None,
-    }
-    config = {
-        **write_sampling(sampling, _SAMPLING),
-        "thinkingConfig": compact(thinking) or None,
-        "responseMimeType": "application/json" if wanted else None,
-        "responseJsonSchema": wanted.schema if wanted else None,
-    }
-    return {**without(extra, "thinkingConfig"), **compact(config)}
-
-
 def _signed(message: Message) -> Message:
-    """The first call of each step must be signed."""
+    """Sign the first call of a step, as Gemini requires."""
     for index, part in enumerate(message.parts):
         if isinstance(part, ToolCall):
             if part.signature:

@@ -1,7 +1,7 @@
-"""OpenAI Responses, stateless: every call carries its whole history, as Codex sends it.
+"""OpenAI Responses, stateless: every call contains its whole history, as with Codex.
 
-A call that refers to state at the provider (`previous_response_id`, `conversation`) is refused, since its prompt could
-be neither recorded nor translated. A stream consists of typed, numbered events around output items.
+A call that refers to state at the provider (`previous_response_id`, `conversation`) is refused, since its prompt can
+be neither recorded nor translated. A stream consists of typed, numbered events about output items.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pier.wire.chat import (
     LOCAL_FIELDS,
     OpenAI,
     has_link,
-    is_web,
+    has_web_url,
     parse_choice,
     parse_format,
     parse_tool,
@@ -63,12 +63,10 @@ from pier.wire.values import (
     need_str,
     parse_data_url,
     parse_parts,
-    read_sampling,
     result_parts,
     sign,
     unsign,
     without,
-    write_sampling,
 )
 
 _SAMPLING = {"max_tokens": "max_output_tokens", **{name: name for name in ("temperature", "top_p", "top_logprobs")}}
@@ -96,11 +94,11 @@ _CUSTOM_CALL = ("custom_tool_call", "input", "ctc_")
 _FUNCTION_CALL = ("function_call", "arguments", "fc_")
 _SUMMARY: dict[str, Any] = {"summary_index": 0}
 _REASONING_MODEL = re.compile(r"(^|/)(o\d|codex|gpt-([5-9]|\d\d)(?!.*chat))")
-"""Models of OpenAI that reason without being asked to. Others refuse to encrypt what they do not have."""
+"""OpenAI's models that reason by default. Others refuse requests for encrypted reasoning."""
 
 
 def _parse_input_item(item: Mapping[str, Any]) -> ParsedMessage:
-    """Consecutive items of the model become one message."""
+    """Parse an item; consecutive items of the model become one message."""
     kind = item.get("type") or "message"
     if kind == "message":
         parts = parse_parts(item.get("content"), _parse_piece)
@@ -123,7 +121,7 @@ def _parse_input_item(item: Mapping[str, Any]) -> ParsedMessage:
 
 
 def parse_output(item: Mapping[str, Any]) -> Part:
-    """One item that the model made, other than a message."""
+    """Parse an item of the model other than a message."""
     match item.get("type"):
         case "function_call" | "custom_tool_call" as kind:
             custom, name = kind == "custom_tool_call", need_str(item.get("name"), f"a {kind}'s name")
@@ -206,7 +204,7 @@ def _render_piece(part: Part) -> dict[str, Any] | None:
 
 
 def render_output(parts: Iterable[Part], *, answer: bool) -> Iterator[dict[str, Any]]:
-    """The items of a model's answer; adjacent texts make one message. Ids are given in an `answer` only."""
+    """Render the items of a model's answer; adjacent texts become one message. Only an `answer` has ids."""
     content: list[dict[str, Any]] = []
     for part in parts:
         if isinstance(part, Text | Refusal):
@@ -234,7 +232,7 @@ def message_item(content: list[dict[str, Any]], *, answer: bool, id_: str | None
 
 
 def render_item(part: Part, *, answer: bool, id_: str | None = None) -> dict[str, Any] | None:
-    """One item other than a message. History shows only reasoning that this dialect's own models gave."""
+    """Render an item other than a message. A history holds only reasoning of this dialect's models."""
     match part:
         case ToolCall(custom=custom):
             kind, field, prefix = _CUSTOM_CALL if custom else _FUNCTION_CALL
@@ -281,13 +279,13 @@ def render_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
 
 
 def _usage(usage: Usage) -> dict[str, Any] | None:
-    """Clients of Responses expect all details."""
+    """Usage with all details, which clients of Responses expect."""
     known = replace(usage, cached_tokens=usage.cached_tokens or 0, reasoning_tokens=usage.reasoning_tokens or 0)
     return render_usage(known, "input", "output")
 
 
 class ResponsesParser(EventParser):
-    """Events to deltas. Items come from their deltas, or whole from `output_item.done` where a server sent none."""
+    """Events to deltas. Items are read from their deltas, or from `output_item.done` if there were none."""
 
     def __init__(self, dialect: Dialect) -> None:
         super().__init__(dialect)
@@ -395,7 +393,7 @@ class ResponsesRenderer(EventRenderer):
         self._message_id = ""
 
     def keep_alive(self) -> bytes:
-        # Codex counts events, not bytes, so a comment would not keep it waiting.
+        # Codex counts events, not bytes, so a comment would not keep the connection alive
         return self._progress() if self._begun else self._begin(TurnStart())
 
     def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
@@ -563,7 +561,7 @@ class Responses(OpenAI):
             tools=tuple(parse_tools(body.get("tools"))),
             tool_choice=parse_choice(body.get("tool_choice")),
             parallel_tools=body.get("parallel_tool_calls"),
-            sampling=read_sampling(body, _SAMPLING, effort=reasoning.get("effort")),
+            sampling=self.read_sampling(body, effort=reasoning.get("effort")),
             response_format=parse_format(text.get("format")),
             stream=bool(body.get("stream")),
             dialect=self.name,
@@ -581,7 +579,7 @@ class Responses(OpenAI):
             "tools": render_tools(request.tools) or None,
             "tool_choice": render_choice(request.tool_choice, flat=True),
             "parallel_tool_calls": request.parallel_tools,
-            **write_sampling(request.sampling, _SAMPLING),
+            **self.write_sampling(request.sampling),
             "reasoning": reasoning or None,
             "text": text or None,
             "stream": request.stream or None,
@@ -613,7 +611,7 @@ class Responses(OpenAI):
     def adapt(self, request: Request, *, foreign: bool, edits: list[Edit]) -> Request:
         if not foreign:
             return request
-        # Tools are strict unless the request says otherwise, and then most schemas are refused.
+        # tools are strict by default, and most schemas are invalid in strict mode
         loose = [tool.kind == "function" and tool.strict is None for tool in request.tools]
         tools = [replace(tool, strict=False) if free else tool for tool, free in zip(request.tools, loose, strict=True)]
         messages = tuple(_sealed(message) for message in request.messages)
@@ -633,15 +631,13 @@ class Responses(OpenAI):
         by_id = kind == "item_reference" or (kind is None and "role" not in part and "content" not in part)
         if (by_id and "id" in part) or (kind == "image_generation_call" and not part.get("result")):
             return {"type": "message", "role": "user", "content": REMOVED}
-        links = (value for key, value in part.items() if key.endswith("_url"))
-        urls = (link.get("url") if isinstance(link, dict) else link for link in links)
         linked = has_link(part if str(kind).startswith("input_") else part.get("file_data"))
-        away = part.get("file_id") or linked or any(is_web(url) for url in urls)
+        away = part.get("file_id") or linked or has_web_url(part)
         return {"type": "input_text", "text": REMOVED} if away else None
 
 
 def _stateless(request: Request) -> dict[str, Any]:
-    """Store nothing at the provider. A model that reasons gives its reasoning encrypted instead, to be sent back."""
+    """Fields that disable storage at the provider, and request encrypted reasoning of models that reason."""
     asks = request.sampling.effort not in (None, "none") or (request.sampling.thinking_budget or 0) > 0
     if not asks and not _REASONING_MODEL.search(request.model):
         return {"store": False}
@@ -649,7 +645,7 @@ def _stateless(request: Request) -> dict[str, Any]:
 
 
 def _sealed(message: Message) -> Message:
-    """Without reasoning that only its id stands for: nothing is stored under it."""
+    """The message without reasoning that consists only of an id, since nothing is stored at the provider."""
     parts = (part for part in message.parts if not isinstance(part, Reasoning) or part.signature)
     return Message(message.role, tuple(parts))
 
@@ -659,7 +655,7 @@ def _parse_item(item: Mapping[str, Any]) -> list[Part]:
 
 
 def read_stop(body: Mapping[str, Any], has_calls: bool) -> tuple[StopReason, str | None]:
-    """The canonical stop and the native word; Responses has no word for calls, only the items themselves."""
+    """The canonical stop and the native one; Responses has no status for calls."""
     status = body.get("status")
     reason = (body.get("incomplete_details") or {}).get("reason")
     if status == "incomplete":
@@ -671,7 +667,7 @@ def read_stop(body: Mapping[str, Any], has_calls: bool) -> tuple[StopReason, str
 def response_body(
     request: Request, id_: str, output: list[dict[str, Any]], stop: StopReason | None, usage: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """A response object; without `stop` it is still in progress."""
+    """A response object; without `stop` it is in progress."""
     reason = _REASONS.get(stop) if stop else None
     return {
         "id": id_,

@@ -1,8 +1,8 @@
 """Server-sent events: the one reader and writer for all dialects.
 
-`Framer` cuts a stream behind whole events, wherever its reads end and whatever ends its lines, and leaves their bytes
-as they are; `events_of` and `data_of` take events apart. `EventParser` and `EventRenderer` are what the streams of all
-dialects have in common. A parser never raises: a broken event becomes a `StreamError`, and silence follows.
+`Framer` cuts a stream into whole events, however reads and line endings divide it, and leaves their bytes unchanged;
+`events_of` and `data_of` take events apart. `EventParser` and `EventRenderer` are the common parts of all dialects'
+streams. A parser never raises: a broken event becomes a `StreamError`, after which the parser returns nothing more.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _END_OF_EVENT = re.compile(rb"\r?\n\r?\n|\r\r")
 
 
 class MalformedAnswer(Exception):
-    """The upstream's stream is not what it should be. `before` is how many bytes of the block that was looked at come
-    before the event that is wrong."""
+    """The upstream's answer is malformed. `before` is the number of bytes before the malformed event in the block that
+    was examined."""
 
     def __init__(self, message: str, before: int = 0) -> None:
         super().__init__(message)
@@ -48,18 +48,18 @@ class MalformedAnswer(Exception):
 
 
 class Framer:
-    """Cuts a stream behind whole events."""
+    """Cuts a stream into whole events."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     @property
     def rest(self) -> bytes:
-        """The beginning of an event that is not whole."""
+        """The beginning of an incomplete event."""
         return bytes(self._rest.strip())
 
     def feed(self, data: bytes) -> bytes:
-        """The events that are whole now, as they came."""
+        """Return the events that this piece completes, as they arrived."""
         seen = max(len(self._rest) - 3, 0)
         self._rest += data
         end = _last_end(self._rest, seen)
@@ -71,7 +71,7 @@ class Framer:
 
 
 def _last_end(data: bytearray, start: int) -> int:
-    """Where the last whole event ends; 0 if there is none. Searching by the pattern doubles the time of a stream."""
+    """The end of the last whole event; 0 if there is none. Searching by the pattern doubles the time of a stream."""
     if data.find(b"\r", start) < 0:
         found = data.rfind(b"\n\n", start)
         return found + 2 if found >= 0 else 0
@@ -79,7 +79,7 @@ def _last_end(data: bytearray, start: int) -> int:
 
 
 def events_of(block: bytes) -> list[bytes]:
-    """Whole events, one by one."""
+    """Split a block of whole events."""
     if b"\r" not in block and b"\n\n\n" not in block and block.endswith(b"\n\n"):
         return [event + b"\n\n" for event in block[:-2].split(b"\n\n")]
     ends = [found.end() for found in _END_OF_EVENT.finditer(block)][:-1]
@@ -111,7 +111,7 @@ def sse(data: Any, event: str | None = None) -> bytes:
 class EventParser:
     """Reads a dialect's stream: events in, deltas out, parts numbered and closed, exactly one end.
 
-    A dialect gives `on_event`, which turns one decoded event into deltas, and sets `done` at its proper end.
+    A dialect implements `on_event`, which turns one decoded event into deltas and sets `done` at the proper end.
     """
 
     def __init__(self, dialect: Dialect) -> None:
@@ -128,11 +128,11 @@ class EventParser:
         raise NotImplementedError
 
     def on_close(self) -> Iterable[Delta]:
-        """Deltas still owed at `[DONE]` or at the close, whichever comes first; a second call owes none."""
+        """The remaining deltas at `[DONE]` or at the close, whichever comes first; none when called again."""
         return ()
 
     def feed(self, data: bytes) -> list[Delta]:
-        """The deltas of a piece of a stream, cut anywhere."""
+        """The deltas of a piece of a stream, which may end anywhere."""
         if self._failed:
             return []
         try:
@@ -151,7 +151,7 @@ class EventParser:
         return deltas
 
     def close(self) -> list[Delta]:
-        """The upstream ended; a stream without its proper end gives a `StreamError` here."""
+        """The remaining deltas once the upstream has ended; a `StreamError` if the stream had no proper end."""
         if self._failed:
             return []
         deltas = self._checked(self.on_close(), "")
@@ -173,13 +173,13 @@ class EventParser:
         return self._checked(self.on_event(event, data), text)
 
     def _checked(self, deltas: Iterable[Delta], text: str) -> list[Delta]:
-        """The deltas as far as they are sound."""
+        """The deltas up to the first invalid one, which becomes a `StreamError`."""
         sound: list[Delta] = []
         try:
             for delta in deltas:
                 if problem := type_error_in(delta):
-                    words = f"the provider sent an event that is not of the {self.dialect.name} dialect: {problem}"
-                    return [*sound, self._fail(words)]
+                    message = f"the provider sent an event that is not of the {self.dialect.name} dialect: {problem}"
+                    return [*sound, self._fail(message)]
                 sound.append(delta)
                 self._failed |= isinstance(delta, StreamError)
         except (BadRequest, BadResponse, *PARSE_ERRORS) as error:
@@ -191,13 +191,13 @@ class EventParser:
         return StreamError(message)
 
     def _begin(self, id_: Any, model: Any, usage: Usage | None = None) -> Iterator[Delta]:
-        """The answer begins, unless it has begun."""
+        """Begin the answer unless it has begun."""
         if not self._started:
             self._started = True
             yield TurnStart(id_, model, usage)
 
     def _start(self, part: Part) -> Iterator[Delta]:
-        """A part begins; the one before it is over."""
+        """Begin a part, which ends the open one."""
         yield from self._end_part()
         self._has_calls |= isinstance(part, ToolCall)
         self._open = (self._count, part)
@@ -205,18 +205,17 @@ class EventParser:
         yield PartStart(self._open[0], part)
 
     def _is_open(self, part: Part) -> bool:
-        """Whether the open part is of the same kind as this one."""
+        """Whether the open part has the type of this one."""
         return self._open is not None and type(self._open[1]) is type(part)
 
     def _grow(self, text: str, signature: str | None = None) -> Iterator[Delta]:
-        """More of the open part."""
         if self._open is None:
             raise ValueError("a delta outside of any part")
         if text or signature:
             yield PartDelta(self._open[0], text, signature)
 
     def _add(self, part: Part, text: str, signature: str | None = None) -> Iterator[Delta]:
-        """More of the open part if it is of the same kind as this one; else this one begins."""
+        """Append to the open part if it has the type of `part`; otherwise begin `part`."""
         if not self._is_open(part):
             yield from self._start(part)
         yield from self._grow(text, signature)
@@ -227,13 +226,13 @@ class EventParser:
             yield PartEnd(index)
 
     def _whole(self, part: Part) -> Iterator[Delta]:
-        """A part that comes in one piece."""
+        """Begin and end a part that arrives in one piece."""
         yield from self._start(part)
         yield from self._end_part()
 
 
 class EventRenderer:
-    """Writes a stream for the client. Each `render` gives whole events, or nothing."""
+    """Writes a stream for the client. Each `render` returns whole events, or nothing."""
 
     content_type = SSE
 
@@ -269,11 +268,10 @@ class EventRenderer:
                 return b""
 
     def keep_alive(self) -> bytes:
-        """Bytes that the dialect's clients take as a sign of life, right now in the stream; never an empty event."""
+        """Bytes that show the dialect's clients that the stream is alive; never an empty event."""
         raise NotImplementedError
 
     def error(self, status: int, message: str, kind: ErrorKind) -> bytes:
-        """The error event that ends this stream."""
         return sse(self.dialect.error_body(status, message, kind))
 
     def _more(self, text: str) -> bytes:
@@ -286,15 +284,14 @@ class EventRenderer:
         return b""
 
     def _start(self, part: Part) -> bytes:
-        """The open part begins; `_more` is given the text that it has already."""
+        """Begin the open part; pass the text that it has already to `_more`."""
         raise NotImplementedError
 
     def _grow(self, text: str) -> bytes:
-        """More text of the open part, which is a text, a refusal, reasoning or a call."""
+        """Append text to the open part, which is a text, a refusal, reasoning or a call."""
         raise NotImplementedError
 
     def _end_part(self) -> bytes:
-        """The open part is over."""
         return b""
 
     def _end(self, end: TurnEnd) -> bytes:

@@ -1,13 +1,13 @@
-"""One call from the agent's dialect to a model that speaks another, and its answer back.
+"""Translation of a call from the agent's dialect to an upstream's, and of its answer back.
 
-`translate` gives the request as the upstream should get it and knows how to turn the answer, whole or streamed, into
-what the agent expects: its own tool names, its free-text tools, its call ids. What the upstream cannot take is left
-out and listed in `edits`. `Memory` lives as long as a session and puts back what agents lose on the way: the exact
-text of sampled arguments, signatures, and reasoning.
+`translate` returns the request for the upstream, and converts the answer, whole or streamed, to what the agent expects:
+its own tool names, free-text tools and call ids. Features that the upstream does not support are removed and listed in
+`edits`. `Memory` lasts as long as a session and restores what agents lose: the exact text of sampled arguments,
+signatures, and reasoning.
 
-Histories become those that another dialect accepts: every call answered right after it, no other provider's parts,
-plain ids. Sampling parameters are left out where the dialect has none like them. Tools get names that it accepts,
-free-text tools become functions and hosted tools are left out. What one dialect alone needs is in its `adapt`.
+Histories are converted to what other dialects accept: each call is followed by its result, parts of other providers are
+removed, ids are plain. Sampling parameters without an equivalent are removed. Tools get valid names, free-text tools
+become functions and hosted tools are removed. Adaptations for a single dialect are in its `adapt`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from pier.wire.turn import (
     PartStart,
     Reasoning,
     Request,
+    Role,
     Sampling,
     Text,
     Tool,
@@ -42,11 +43,11 @@ from pier.wire.turn import (
 )
 from pier.wire.values import PARSE_ERRORS, BadRequest, parse_arguments, unwrap_custom, wrap_custom
 
-_GOOD_ID = re.compile(r"[A-Za-z0-9_-]{1,40}")
+_VALID_ID = re.compile(r"[A-Za-z0-9_-]{1,40}")
 
 
 def drop_foreign(messages: Iterable[Message], target: str, edits: list[Edit]) -> tuple[Message, ...]:
-    """Without reasoning, files and special parts that only another provider could read."""
+    """Remove reasoning, files and special parts that only another provider can read."""
     kept: list[Message] = []
     dropped: set[str] = set()
     for message in messages:
@@ -79,10 +80,9 @@ def _foreign(part: Part, target: str) -> str | None:
 
 
 def answer_calls(messages: Iterable[Message], edits: list[Edit]) -> tuple[Message, ...]:
-    """Each message with calls is followed at once by one with their results, in the order of the calls.
+    """Place the results of calls directly after the message with the calls, in the same order.
 
-    Results that came later move up, missing ones are filled in empty, and results of calls that are no longer in the
-    history become text.
+    Missing results become empty ones, and results of calls that are no longer in the history become text.
     """
     listed = list(messages)
     results = {part.call_id: part for message in listed for part in message.parts if isinstance(part, ToolResult)}
@@ -94,7 +94,7 @@ def answer_calls(messages: Iterable[Message], edits: list[Edit]) -> tuple[Messag
             if not isinstance(part, ToolResult):
                 others.append(part)
             elif part.call_id not in asked:
-                why = "its call is not in the history; given as text"
+                why = "its call is not in the history; converted to text"
                 edits.append(Edit("changed", f"result of {part.call_id}", why))
                 others.append(Text("".join(piece.text for piece in part.parts if isinstance(piece, Text))))
         if others or not message.parts:
@@ -103,28 +103,22 @@ def answer_calls(messages: Iterable[Message], edits: list[Edit]) -> tuple[Messag
         if calls and not (position == len(listed) - 1 and message.role == "assistant"):
             for call in calls:
                 if call.id not in results:
-                    why = "it has no result in the history; given an empty one"
+                    why = "it has no result in the history; added an empty one"
                     edits.append(Edit("changed", f"call {call.id}", why))
             found = (results.get(call.id) or ToolResult(call.id, (), name=call.name) for call in calls)
             answered.append(Message("user", tuple(found)))
     return tuple(answered)
 
 
-def safe_ids(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Ids that every provider takes; the same id always becomes the same one."""
-    safe: list[Message] = []
-    for message in messages:
-        parts: list[Part] = []
-        for part in message.parts:
-            match part:
-                case ToolCall(id=id_) if not _GOOD_ID.fullmatch(id_):
-                    parts.append(replace(part, id=_short(id_)))
-                case ToolResult(call_id=id_) if not _GOOD_ID.fullmatch(id_):
-                    parts.append(replace(part, call_id=_short(id_)))
-                case _:
-                    parts.append(part)
-        safe.append(Message(message.role, tuple(parts)))
-    return tuple(safe)
+def _with_valid_id(part: Part) -> Part:
+    """The part with an id that every provider accepts; equal ids stay equal."""
+    match part:
+        case ToolCall(id=id_) if not _VALID_ID.fullmatch(id_):
+            return replace(part, id=_short(id_))
+        case ToolResult(call_id=id_) if not _VALID_ID.fullmatch(id_):
+            return replace(part, call_id=_short(id_))
+        case _:
+            return part
 
 
 def _short(id_: str) -> str:
@@ -135,7 +129,7 @@ _BUDGETS = {"none": 0, "minimal": 1024, "low": 2048, "medium": 8192, "high": 16_
 
 
 def drop_sampling(request: Request, asked: Sampling, target: Dialect, edits: list[Edit]) -> Request:
-    """A request without parameters that the target does not know."""
+    """Remove parameters that the target does not have."""
     fitted, blank = request.sampling, Sampling()
     for name in target.unknown_sampling:
         is_reasoning = name in ("effort", "thinking_budget")
@@ -146,7 +140,7 @@ def drop_sampling(request: Request, asked: Sampling, target: Dialect, edits: lis
 
 
 def fit_thinking(sampling: Sampling) -> Sampling:
-    """How much to think both as an effort and as a budget: dialects know the one or the other."""
+    """Express the amount of reasoning both as an effort and as a budget: a dialect has only one of them."""
     effort, budget = sampling.effort, sampling.thinking_budget
     if effort:
         budget = _BUDGETS.get(effort) if budget is None else budget
@@ -156,18 +150,18 @@ def fit_thinking(sampling: Sampling) -> Sampling:
     return replace(sampling, effort=effort, thinking_budget=budget)
 
 
-_GOOD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+_VALID_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
 
 class ToolNames:
-    """Tool names that the upstream takes, both ways. A name that is fine already stays as it is."""
+    """Maps tool names to ones that the upstream accepts, and back. Valid names are kept."""
 
     def __init__(self, tools: Iterable[Tool], target: Dialect) -> None:
         self._keeps_custom = target.custom_tools
         self._inward: dict[str, Tool] = {}
         self._outward: dict[tuple[str | None, str], str] = {}
         self._latest: dict[str, str] = {}
-        """What a name became when it was last given, so that many tools of one name take linear time."""
+        """The last name given to tools of a name, so that many tools of the same name take linear time."""
         self.tools = tuple(self._rename(tool) for tool in tools)
 
     def _rename(self, tool: Tool) -> Tool:
@@ -182,21 +176,21 @@ class ToolNames:
         return renamed if tool.kind == "function" or self._keeps_custom else _as_function(renamed)
 
     def _unique(self, name: str) -> str:
-        first = name if _GOOD_NAME.fullmatch(name) else _mangled(name)
-        good = self._latest.get(first, first)
-        while good in self._inward and not self._keeps_custom:
-            good = _mangled(good + "_")
-        self._latest[first] = good
-        return good
+        first = name if _VALID_NAME.fullmatch(name) else _mangled(name)
+        valid = self._latest.get(first, first)
+        while valid in self._inward and not self._keeps_custom:
+            valid = _mangled(valid + "_")
+        self._latest[first] = valid
+        return valid
 
     def choice(self, name: str | None) -> str | None:
-        """The upstream's name for what a tool choice names; None if it is not on offer."""
+        """The upstream's name for the tool of a tool choice; None if there is no such tool."""
         return next((new for (_, old), new in self._outward.items() if old == name), None)
 
     def outward(self, call: ToolCall) -> ToolCall:
         plain = f"{call.namespace}__{call.name}" if call.namespace else call.name
-        good = plain if _GOOD_NAME.fullmatch(plain) else _mangled(plain)
-        name = self._outward.get((call.namespace, call.name)) or good
+        name = self._outward.get((call.namespace, call.name))
+        name = name or (plain if _VALID_NAME.fullmatch(plain) else _mangled(plain))
         if self._keeps_custom:
             return replace(call, name=name if call.namespace is None else call.name)
         if call.custom:
@@ -204,7 +198,7 @@ class ToolNames:
         return replace(call, name=name, namespace=None)
 
     def inward(self, call: ToolCall) -> ToolCall:
-        """A call under the agent's own name; a free-text tool is marked so."""
+        """A call with the agent's name for the tool; `custom` is set if that takes free text."""
         tool = self._inward.get(call.name)
         if tool is None:
             return call
@@ -212,7 +206,7 @@ class ToolNames:
 
 
 def _mangled(name: str) -> str:
-    """A name that all dialects take, with a digest so that two names never become one."""
+    """A name that all dialects accept, with a digest so that different names stay different."""
     digest = blake2b(name.encode(errors="surrogatepass"), digest_size=4).hexdigest()
     clean = re.sub(r"[^A-Za-z0-9_-]", "_", name)
     lead = "" if clean[:1].isalpha() or clean.startswith("_") else "_"
@@ -233,22 +227,22 @@ def _as_function(tool: Tool) -> Tool:
 
 
 def fit_tools(request: Request, source: Dialect | None, target: Dialect, edits: list[Edit]) -> list[Tool]:
-    """The tools that `target` can be offered."""
+    """The tools that `target` supports."""
     tools: list[Tool] = []
     for tool in request.tools:
         if tool.kind != "hosted" or request.dialect == target.name:
             tools.append(tool)
         elif known := source.as_function(tool) if source else None:
             tools.append(known)
-            edits.append(Edit("changed", f"tool {tool.name}", f"given to {target.name} as a function"))
+            edits.append(Edit("changed", f"tool {tool.name}", f"converted to a function for {target.name}"))
         else:
-            why = f"it runs at the provider, and {target.name} has none such"
+            why = f"it runs at the provider, and {target.name} has no such tool"
             edits.append(Edit("removed", f"tool {tool.name}", why))
     return tools
 
 
 def fit_choice(request: Request, names: ToolNames, edits: list[Edit]) -> ToolChoice | None:
-    """The choice that still makes sense: none without tools, and none for a tool that is gone."""
+    """The tool choice unless it refers to removed tools."""
     choice = request.tool_choice
     if choice is None:
         return None
@@ -259,14 +253,14 @@ def fit_choice(request: Request, names: ToolNames, edits: list[Edit]) -> ToolCho
         return choice
     name = names.choice(choice.name)
     if name is None:
-        edits.append(Edit("removed", "tool_choice", f"the tool {choice.name!r} is not on offer"))
+        edits.append(Edit("removed", "tool_choice", f"there is no tool {choice.name!r}"))
         return None
     return ToolChoice("tool", name)
 
 
 @dataclass
 class Memory:
-    """What a session's upstream sampled, by call id, in the upstream's own terms."""
+    """Sampled calls and reasoning of a session, by call id, with the upstream's names."""
 
     _calls: dict[str, ToolCall] = field(default_factory=dict)
     _reasoning: dict[str, tuple[Reasoning, ...]] = field(default_factory=dict)
@@ -294,7 +288,7 @@ class Memory:
         return Message(message.role, parts)
 
     def arguments(self, id_: str, written: str) -> str:
-        """The arguments of a call as sampled, if what is written says the same."""
+        """The arguments of a call as sampled, if they equal those written by the client."""
         return self._sampled(ToolCall(id_, "", written)).arguments
 
     def _sampled(self, call: ToolCall) -> ToolCall:
@@ -305,7 +299,7 @@ class Memory:
 
 
 class Translation:
-    """A call on its way through: `request` for the upstream, `turn` and `delta` for the way back."""
+    """A translated call: `request` for the upstream, `turn` and `delta` to convert its answer."""
 
     def __init__(self, dialect: Dialect, request: Request, names: ToolNames, edits: list[Edit], memory: Memory) -> None:
         self.dialect = dialect
@@ -324,7 +318,7 @@ class Translation:
         return self.dialect.request_path(self.request)
 
     def turn(self, turn: Turn) -> Turn:
-        """The upstream's answer as the agent should see it; remembered for the next call."""
+        """Convert the upstream's answer for the agent, and remember it for the next call."""
         self._memory.remember(turn)
         return replace(turn, parts=tuple(self._inward(part) for part in turn.parts))
 
@@ -335,7 +329,7 @@ class Translation:
         return replace(call, arguments=unwrap_custom(call.arguments)) if call.custom and not part.custom else call
 
     def delta(self, delta: Delta) -> Iterator[Delta]:
-        """The same for a stream. The whole turn must be given to `remember` when it has ended."""
+        """Convert a delta of a stream. Pass the whole turn to `remember` once it has ended."""
         match delta:
             case PartStart(index=index, part=ToolCall() as call):
                 named = self._names.inward(call)
@@ -352,13 +346,13 @@ class Translation:
                 yield delta
 
     def remember(self, turn: Turn) -> None:
-        """A turn that was streamed, as the upstream gave it."""
+        """Remember a streamed turn of the upstream for the next call."""
         self._memory.remember(turn)
 
 
 def translate(request: Request, target: DialectName, model: str, memory: Memory | None = None) -> Translation:
-    """`request` for `model` at an upstream that speaks the dialect `target`. `BadRequest` if a part of it that no
-    dialect checks, such as the grammar of a tool, is not what it should be."""
+    """Translate `request` for `model` at an upstream of the dialect `target`. `BadRequest` if a part that no dialect
+    checks, such as the grammar of a tool, is invalid."""
     try:
         return _translate(request, target, model, memory if memory is not None else Memory())
     except PARSE_ERRORS as error:
@@ -389,7 +383,7 @@ def _translate(request: Request, target: DialectName, model: str, memory: Memory
     if not foreign:
         return Translation(upstream, upstream.adapt(fitted, foreign=False, edits=edits), names, edits, memory)
     if request.extra:
-        edits.append(Edit("removed", f"fields {', '.join(sorted(request.extra))}", f"{target} does not know them"))
+        edits.append(Edit("removed", f"fields {', '.join(sorted(request.extra))}", f"unknown in {target}"))
     fitted = replace(fitted, sampling=fit_thinking(fitted.sampling))
     fitted = upstream.adapt(fitted, foreign=True, edits=edits)
     return Translation(upstream, drop_sampling(fitted, request.sampling, upstream, edits), names, edits, memory)
@@ -399,22 +393,14 @@ def _fit_messages(
     messages: Iterable[Message], names: ToolNames, target: Dialect, memory: Memory, edits: list[Edit]
 ) -> tuple[Message, ...]:
     """A history that `target` accepts, with calls and reasoning as its models sampled them."""
-    renamed = (_outward(message, names, target) for message in messages)
-    restored = [memory.restore(message, target.name) if message.role == "assistant" else message for message in renamed]
-    fitted = safe_ids(answer_calls(drop_foreign(restored, target.name, edits), edits))
-    if target.system_anywhere:
-        return fitted
-    return tuple(replace(message, role="user") if message.role == "system" else message for message in fitted)
 
+    def outward(part: Part) -> Part:
+        if isinstance(part, ToolResult) and part.custom and not target.custom_tools:
+            return replace(part, custom=False)
+        return names.outward(part) if isinstance(part, ToolCall) else part
 
-def _outward(message: Message, names: ToolNames, target: Dialect) -> Message:
-    parts: list[Part] = []
-    for part in message.parts:
-        match part:
-            case ToolCall():
-                parts.append(names.outward(part))
-            case ToolResult(custom=True) if not target.custom_tools:
-                parts.append(replace(part, custom=False))
-            case _:
-                parts.append(part)
-    return Message(message.role, tuple(parts))
+    renamed = (Message(each.role, tuple(map(outward, each.parts))) for each in messages)
+    restored = [memory.restore(each, target.name) if each.role == "assistant" else each for each in renamed]
+    answered = answer_calls(drop_foreign(restored, target.name, edits), edits)
+    roles: dict[Role, Role] = {} if target.system_anywhere else {"system": "user"}
+    return tuple(Message(roles.get(each.role, each.role), tuple(map(_with_valid_id, each.parts))) for each in answered)

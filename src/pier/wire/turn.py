@@ -1,14 +1,14 @@
-"""One model call without a dialect: what was asked, what was answered, and the answer as it streams.
+"""A model call independent of any dialect: request, answer, and the answer's stream.
 
-Every dialect is parsed into these values and rendered from them, so that any client can talk to any model. Promises:
+Every dialect is parsed into these values and rendered from them, so that any client can use any model. Promises:
 
 - `ToolCall.arguments` is the text the model sampled, never re-serialised.
 - `Usage.input_tokens` includes cached tokens and `output_tokens` includes reasoning, in every dialect; None is unknown.
 - A stream is `TurnStart`, then per part `PartStart`, `PartDelta`*, `PartEnd` with consecutive indexes and no two parts
   open at once, then `TurnEnd`; or it ends early in a `StreamError`. `Ping` and `Tokens` may come anywhere between.
-- What only one dialect knows is kept as `Opaque` or in `extra`: it survives a round trip through that dialect and is
-  dropped, with a note, on the way to another.
-- A cost is what the provider reported, else from the price table, else unknown; never a guess.
+- Parts and fields that only one dialect has are kept as `Opaque` or in `extra`: they survive a round trip through that
+  dialect and are dropped, with an `Edit`, in a translation to another.
+- A cost is reported by the provider or computed from the price table, or unknown; never estimated.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The model's own words for not answering."""
+    """The model's text for refusing to answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Thoughts. `signature` is the provider's proof or ciphertext and is good only in the dialect `origin`."""
+    """Thoughts. `signature` is the provider's proof or ciphertext and is valid only in the dialect `origin`."""
 
     text: str
     signature: str | None = None
     origin: str | None = None
     redacted: bool = False
-    """The provider gave the ciphertext only."""
+    """Whether the provider sent only the ciphertext."""
     id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An image, a sound or a document: inline as base64 `data`, or elsewhere at `url`, or stored there as `file_id`."""
+    """An image, a sound or a document: inline as base64 `data`, at a `url`, or stored at the provider as `file_id`."""
 
     media_type: str | None = None
     data: str | None = None
@@ -88,7 +88,7 @@ class ToolCall:
     custom: bool = False
     namespace: str | None = None
     signature: str | None = None
-    """Gemini puts its thought signature on calls."""
+    """Gemini's thought signature, which it attaches to calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A part that only `dialect` knows, as it was on the wire."""
+    """A part that only `dialect` has, as on the wire."""
 
     dialect: str
     value: Json
@@ -132,7 +132,7 @@ class Tool:
     kind: Literal["function", "custom", "hosted"] = "function"
     namespace: str | None = None
     raw: Json | None = None
-    """The tool as on the wire, when the fields above do not say it all (hosted and custom tools)."""
+    """The tool as on the wire, if the fields above are incomplete (hosted and custom tools)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """Asks for JSON; of the given schema if there is one."""
+    """Requests JSON, of the given schema if any."""
 
     schema: Json | None = None
     name: str | None = None
@@ -152,7 +152,7 @@ class ResponseFormat:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample, as asked. None leaves it to the model."""
+    """Requested sampling parameters. None leaves the choice to the model."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -165,23 +165,23 @@ class Sampling:
     effort: str | None = None
     """Reasoning effort by name: `none`, `minimal`, `low`, `medium`, `high`, ..."""
     thinking_budget: int | None = None
-    """Reasoning budget in tokens; 0 is off, -1 is up to the model."""
+    """Reasoning budget in tokens; 0 disables reasoning, -1 leaves it to the model."""
     logprobs: bool = False
     top_logprobs: int | None = None
 
     def given(self) -> dict[str, Any]:
-        """The parameters that say something, by name."""
+        """The parameters that are set, by name."""
         names = self.__dataclass_fields__
         return {name: value for name in names if (value := getattr(self, name)) not in (None, (), False)}
 
     def overridden_by(self, other: Sampling | None) -> Sampling:
-        """The same but for what `other` says."""
+        """These parameters with those that `other` sets."""
         return replace(self, **other.given()) if other else self
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call. `extra` holds fields of the body that only `dialect` knows."""
+    """One call. `extra` holds fields of the body that only `dialect` has."""
 
     model: str
     messages: tuple[Message, ...]
@@ -193,7 +193,7 @@ class Request:
     response_format: ResponseFormat | None = None
     stream: bool = False
     stream_usage: bool = True
-    """Whether a streamed answer ends with its usage; only chat clients can leave it out."""
+    """Whether a streamed answer ends with its usage; only chat clients can disable it."""
     dialect: DialectName | None = None
     extra: Json = field(default_factory=dict)
 
@@ -208,7 +208,7 @@ class Usage:
     cache_write_tokens: int | None = None
     reasoning_tokens: int | None = None
     cost_usd: float | None = None
-    """Money as the provider itself reported it."""
+    """The cost that the provider reported."""
 
     @property
     def total_tokens(self) -> int | None:
@@ -219,23 +219,23 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Exact tokens, where the upstream gives them. As a stream delta each field is what is new."""
+    """Exact tokens, if the upstream returns them. As a delta of a stream each field holds only new tokens."""
 
     prompt_ids: tuple[int, ...] | None = None
     completion_ids: tuple[int, ...] | None = None
     logprobs: tuple[float, ...] | None = None
     weights: str | None = None
-    """The version of the weights that sampled them, where the upstream reports it."""
+    """The version of the weights that sampled them, if the upstream reports it."""
 
     def __post_init__(self) -> None:
-        for name in ("prompt_ids", "completion_ids", "logprobs"):  # a policy may go on appending to its own list
+        for name in ("prompt_ids", "completion_ids", "logprobs"):  # a policy may keep appending to its list
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer. `model` is who really answered; `native_stop` is the upstream's own word for `stop`."""
+    """One answer. `model` is the one that answered; `native_stop` is the upstream's term for `stop`."""
 
     parts: tuple[Part, ...]
     stop: StopReason = "end"
@@ -268,7 +268,7 @@ class TurnStart:
 
 @dataclass(frozen=True, slots=True)
 class PartStart:
-    """A part begins. Its text or arguments are what is known already, usually nothing; deltas add to them."""
+    """A part begins. Deltas add to its text or arguments, which are usually empty at first."""
 
     index: int
     part: Part
@@ -298,7 +298,7 @@ class TurnEnd:
 
 @dataclass(frozen=True, slots=True)
 class StreamError:
-    """The upstream failed after the stream began, or ended it without a proper end."""
+    """The upstream failed after the stream began, or closed it without a proper end."""
 
     message: str
     kind: ErrorKind = "server"
@@ -307,14 +307,14 @@ class StreamError:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """The upstream is alive and has nothing to say."""
+    """A keep-alive of the upstream."""
 
 
 Delta = TurnStart | PartStart | PartDelta | PartEnd | TurnEnd | StreamError | Ping | Tokens
 
 
 class ModelFailed(ProviderError):
-    """A policy or script raises this to fail a call with a status, as a provider would."""
+    """Raised by a policy or script to fail a call with a status, as a provider would."""
 
     code = "model_failed"
 
@@ -326,7 +326,7 @@ class ModelFailed(ProviderError):
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Something the gateway left out of a request or changed in it: what was done, to what, and why."""
+    """A change that the gateway made in a request: the action, its object and the reason."""
 
     action: Literal["removed", "refused", "changed"]
     what: str
@@ -334,7 +334,7 @@ class Edit:
 
 
 class TurnBuilder:
-    """Adds deltas up to a turn. `turn` is what has come so far; `ended` says whether that is all of it."""
+    """Assembles deltas into a turn. `turn` returns the turn so far; `ended` is true once it is complete."""
 
     def __init__(self) -> None:
         self._start = TurnStart()
@@ -375,7 +375,6 @@ class TurnBuilder:
         return self
 
     def turn(self) -> Turn:
-        """The deltas so far, as a turn."""
         parts = zip(self._parts, self._texts, self._signatures, strict=True)
         end = self.end or TurnEnd("other", self._start.usage or Usage())
         return Turn(
@@ -403,7 +402,7 @@ def _grown(part: Part, text: str, signature: str | None) -> Part:
 
 
 def joined(pieces: list[Tokens]) -> Tokens | None:
-    """Tokens as they streamed, in one."""
+    """Join the tokens of a stream's deltas."""
     if not pieces:
         return None
     prompt = next((piece.prompt_ids for piece in pieces if piece.prompt_ids is not None), None)
@@ -416,7 +415,7 @@ def joined(pieces: list[Tokens]) -> Tokens | None:
 
 
 def stream_turn(turn: Turn, chunk: int = 64) -> Iterator[Delta]:
-    """A whole turn as deltas, its texts in pieces of `chunk` characters."""
+    """A whole turn as deltas, with texts in pieces of `chunk` characters."""
     yield TurnStart(turn.id, turn.model, replace(turn.usage, output_tokens=None, reasoning_tokens=None, cost_usd=None))
     for index, part in enumerate(turn.parts):
         match part:
@@ -441,11 +440,11 @@ def stream_turn(turn: Turn, chunk: int = 64) -> Iterator[Delta]:
 
 
 _PRICED = ("google", "anthropic", "openai", "openrouter")
-"""The providers that the price table knows by pier's names."""
+"""Providers that have the same name in the price table."""
 
 
 def is_priced(model: str, provider: str) -> bool:
-    """Whether the price table knows this model, or the provider reports money itself."""
+    """Whether the price table has this model, or the provider reports costs itself."""
     return provider == "openrouter" or cost_of(Usage(1, 1), model, provider) is not None
 
 

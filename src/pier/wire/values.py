@@ -1,5 +1,5 @@
-"""What all dialects share in reading and writing JSON: the errors of what cannot be read, the pieces of bodies, and the
-check that canonical values hold what their types say: what is parsed comes from agents and providers."""
+"""Helpers that all dialects share for reading and writing JSON, and the check that canonical values, which are parsed
+from untrusted input, match their types."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pydantic_core import to_json
 
 from pier.errors import ProviderError, UsageError
-from pier.wire.turn import ErrorKind, Json, Media, Message, Opaque, Part, Reasoning, Role, Sampling, Text, ToolResult
+from pier.wire.turn import ErrorKind, Json, Media, Message, Opaque, Part, Reasoning, Role, Text, ToolResult
 
 PARSE_ERRORS = (TypeError, AttributeError, LookupError, ValueError, RecursionError)
-"""The exceptions of reading a value as a type that it does not have."""
+"""Exceptions raised by reading a value as a type that it does not have."""
 
 
 class BadRequest(UsageError):
-    """The client's body is not of its dialect, or asks for what no recorder can give (several choices)."""
+    """The client's body is not of its dialect, or asks for something that cannot be recorded (several choices)."""
 
     code = "bad_request"
 
@@ -32,7 +32,7 @@ class BadResponse(ProviderError):
     code = "bad_response"
 
 
-STATUS_KINDS: dict[int, ErrorKind] = {
+_STATUS_KINDS: dict[int, ErrorKind] = {
     400: "invalid_request",
     401: "authentication",
     402: "permission",
@@ -49,12 +49,12 @@ STATUS_KINDS: dict[int, ErrorKind] = {
 
 
 def kind_of_status(status: int) -> ErrorKind:
-    return STATUS_KINDS.get(status, "server" if status >= 500 else "invalid_request")
+    return _STATUS_KINDS.get(status, "server" if status >= 500 else "invalid_request")
 
 
 def dump(value: Any) -> bytes:
-    """Compact JSON, also of text with half a character in it, which cut-off tool outputs have. pydantic's encoder takes
-    a quarter of the time of `json`."""
+    """Compact JSON. Text may have lone surrogates, as truncated tool outputs do. pydantic's encoder takes a quarter of
+    the time of `json`."""
     try:
         return to_json(value)
     except ValueError:
@@ -62,11 +62,20 @@ def dump(value: Any) -> bytes:
 
 
 def load(raw: str | bytes) -> Any:
-    """Read JSON that a provider or model wrote; `ValueError` also if it is nested too deeply."""
+    """Parse JSON of a provider or model; `ValueError` also if it is nested too deeply."""
     try:
         return json.loads(raw)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def json_object(raw: str | bytes) -> dict[str, Any]:
+    """Parse a JSON object; empty for anything else."""
+    try:
+        value = load(raw)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def fresh_id(prefix: str) -> str:
@@ -74,7 +83,7 @@ def fresh_id(prefix: str) -> str:
 
 
 def parse_arguments(raw: str) -> dict[str, Any]:
-    """Sampled arguments as the object that Anthropic and Gemini want; other values are wrapped, never lost."""
+    """Sampled arguments as the object that Anthropic and Gemini require; other values are wrapped in one."""
     if not raw.strip():
         return {}
     try:
@@ -90,7 +99,7 @@ def wrap_custom(text: str) -> str:
 
 
 def unwrap_custom(raw: str) -> str:
-    """The reverse of `wrap_custom`; arguments of another shape are returned as they are."""
+    """The reverse of `wrap_custom`; arguments of another shape are returned unchanged."""
     try:
         value = load(raw)
     except ValueError:
@@ -104,15 +113,15 @@ _FOREIGN = "pier."
 
 
 def sign(reasoning: Reasoning, dialect: str) -> str | None:
-    """A signature for `reasoning` in `dialect`. One from elsewhere is marked, so that it is never taken for a true one
-    and is recognised when the client sends it back; so is one that looks like a mark."""
+    """A signature for `reasoning` in `dialect`. One from another dialect gets a prefix, so that it is never taken for a
+    genuine one and is recognised when the client sends it back; so does one that already has the prefix."""
     if reasoning.origin == dialect and not (reasoning.signature or "").startswith(_FOREIGN):
         return reasoning.signature
     return f"{_FOREIGN}{reasoning.origin or ''}.{reasoning.signature or ''}"
 
 
 def unsign(signature: str | None, dialect: str) -> tuple[str | None, str | None]:
-    """(signature, origin) of what a client sent back in `dialect`."""
+    """The original signature and its dialect, of a signature that a client sent back in `dialect`."""
     if signature is not None and signature.startswith(_FOREIGN):
         origin, _, inner = signature.removeprefix(_FOREIGN).partition(".")
         return inner or None, origin or None
@@ -120,12 +129,11 @@ def unsign(signature: str | None, dialect: str) -> tuple[str | None, str | None]
 
 
 def without(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """The fields of `body` that are not among `names`."""
     return {key: value for key, value in body.items() if key not in names}
 
 
 def split_results(parts: Iterable[Part]) -> list[tuple[Part, ...]]:
-    """The parts of a user's message as those of one or two messages: tool results come by themselves, and first."""
+    """Split the parts of a user's message into those of one or two messages: first tool results, then the others."""
     listed = list(parts)
     results = tuple(part for part in listed if isinstance(part, ToolResult))
     others = tuple(part for part in listed if not isinstance(part, ToolResult))
@@ -133,8 +141,8 @@ def split_results(parts: Iterable[Part]) -> list[tuple[Part, ...]]:
 
 
 def join_results(rows: Iterable[tuple[Message, str, list[Any]]], key: str) -> list[dict[str, Any]]:
-    """Messages, each with its role and its rendered parts, under `key`. The other way round: what the user says after
-    tool results is in one message with them. A message of which nothing is left is left out."""
+    """Messages from their roles and rendered parts, which go under `key`. The reverse of `split_results`: tool results
+    and the user's message after them are one message. Messages without parts are left out."""
     joined: list[dict[str, Any]] = []
     after_results = False
     for message, role, parts in rows:
@@ -149,7 +157,7 @@ def join_results(rows: Iterable[tuple[Message, str, list[Any]]], key: str) -> li
 
 
 def parse_parts(content: Any, parse: Callable[[dict[str, Any]], Part]) -> list[Part]:
-    """Content that is a text or a list of parts."""
+    """Parse content that is a text or a list of parts."""
     if content is None or isinstance(content, str):
         return [Text(content)] if content else []
     return [parse(need_dict(part, "a content part")) for part in need_list(content, "content")]
@@ -161,7 +169,7 @@ def result_parts(parts: Iterable[Part]) -> tuple[Text | Media | Opaque, ...]:
 
 
 def media_at(url: str) -> Media:
-    """A file by its address, which may hold it."""
+    """A file at a URL, which may be a `data:` URL."""
     inline = parse_data_url(url)
     return Media(*inline) if inline else Media(url=url)
 
@@ -185,7 +193,7 @@ def need_str(value: Any, what: str) -> str:
 
 
 ParsedMessage = tuple[Role, list[Part], str | None]
-"""The role and the parts of a message, and a name if it is one with the message before it of the same name."""
+"""The role and the parts of a message, and a key: adjacent messages with the same key are merged."""
 
 
 def gather_messages(
@@ -194,30 +202,30 @@ def gather_messages(
     """The leading system texts, and the messages."""
     system: list[str] = []
     messages: list[tuple[Role, list[Part]]] = []
-    joins: str | None = None
+    last_key: str | None = None
     for position, value in enumerate(need_list(raw, where)):
         try:
-            role, parts, kind = parse(need_dict(value, "it"))
+            role, parts, key = parse(need_dict(value, "it"))
         except BadRequest as error:
             raise BadRequest(f"invalid value for {where}[{position}]: {error}") from None
         if role == "system" and not messages:
             system.extend(part.text for part in parts if isinstance(part, Text))
             continue
-        if kind is not None and joins == kind:
+        if key is not None and last_key == key:
             messages[-1][1].extend(parts)
         else:
             messages.append((role, parts))
-        joins = kind
+        last_key = key
     return tuple(system), tuple(Message(role, tuple(parts)) for role, parts in messages)
 
 
 def as_count(value: Any) -> int | None:
-    """A count as it was reported; None for an invalid one."""
+    """A reported count; None if it is invalid."""
     return int(value) if type(value) in (int, float) and 0 <= value < 1 << 53 else None
 
 
 def compact(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Without fields whose value is None."""
+    """The fields whose value is not None."""
     return {key: item for key, item in value.items() if item is not None}
 
 
@@ -234,42 +242,20 @@ def parse_data_url(url: str) -> tuple[str | None, str] | None:
 
 
 def error_text(body: Any) -> str:
-    """The message in an upstream's error body, however it is shaped."""
-    found: Json | None = None
+    """The message in an upstream's error body of any shape."""
     if isinstance(body, list) and body and isinstance(body[0], dict):
         body = body[0]
     if isinstance(body, dict):
         inner = body.get("error", body)
         if isinstance(inner, str):
             return inner
-        found = inner if isinstance(inner, dict) else body
+        error: Json = inner if isinstance(inner, dict) else body
         for key in ("message", "detail", "error_description"):
-            if isinstance(found.get(key), str) and found[key]:
-                return found[key]
+            if isinstance(error.get(key), str) and error[key]:
+                return error[key]
         return dump(body).decode()[:2000]
     text = body.decode(errors="replace") if isinstance(body, bytes) else str(body or "")
     return text.strip()[:500] or "the provider gave no reason"
-
-
-def read_sampling(body: Mapping[str, Any], names: Mapping[str, str], **more: Any) -> Sampling:
-    """Sampling parameters, by the dialect's names for ours; `more` are those that it says in another way."""
-    found: dict[str, Any] = {ours: body.get(theirs) for ours, theirs in names.items()}
-    if "stop" in found:
-        stop = found["stop"]
-        found["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if "logprobs" in found:
-        found["logprobs"] = bool(found["logprobs"])
-    return Sampling(**found, **more)
-
-
-def write_sampling(sampling: Sampling, names: Mapping[str, str]) -> dict[str, Any]:
-    """Sampling parameters by the dialect's names; None where there is nothing to say."""
-    found = {theirs: getattr(sampling, ours) for ours, theirs in names.items()}
-    if "stop" in names:
-        found[names["stop"]] = list(sampling.stop) or None
-    if "logprobs" in names:
-        found[names["logprobs"]] = sampling.logprobs or None
-    return found
 
 
 _TYPE_NAMES = {
@@ -284,7 +270,7 @@ _TYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class _Allowed:
-    """The values that a type allows: their classes, the texts among them (None: all), and the items of a tuple."""
+    """The values that a type allows: their classes, the allowed texts (None: all), and the items of a tuple."""
 
     kinds: frozenset[Any]
     texts: frozenset[str] | None = None
@@ -292,7 +278,7 @@ class _Allowed:
 
 
 def type_error_in(value: Any) -> str | None:
-    """Where a canonical value holds a value that its type does not allow, as text; None if it does not."""
+    """A description of the first place where a canonical value violates its type; None if it does not."""
     problem = _type_error(value, _Allowed(frozenset({type(value)})))
     return problem.removeprefix(".") if problem else None
 
@@ -316,9 +302,9 @@ def _type_error(value: Any, allowed: _Allowed) -> str | None:
 
 
 _PLAIN = frozenset({int, str, float})
-"""Of these a tuple may hold very many."""
+"""Types of which a tuple may hold very many values."""
 _LEAVES = _PLAIN | {bool, types.NoneType}
-"""Nothing is inside of these."""
+"""Types without inner values."""
 
 
 def _allowed(hint: Any) -> _Allowed:
