@@ -304,7 +304,7 @@ def _lines(path: Path) -> Iterator[Sink]:
 
 
 _LISTS = {
-    **dict.fromkeys(("input_ids", "prompt_ids", "response_ids", "prompt_token_ids"), "int32"),
+    **dict.fromkeys(("input_ids", "prompt_ids", "response_ids", "prompt_token_ids"), "int64"),
     **dict.fromkeys(("loss_mask", "response_mask", "completion_mask", "loss_masks"), "int8"),
     **dict.fromkeys(("logprobs", "response_logprobs", "old_log_probs", "rollout_logprobs"), "float32"),
 }
@@ -317,7 +317,7 @@ _BATCH = 64
 
 
 class _Table:
-    """Rows as columns: ids as int32, masks as int8, log-probs as float32, all that is nested as JSON text, since tool
+    """Rows as columns: ids as int64, masks as int8, log-probs as float32. Nested values are JSON text, since tool
     arguments differ from row to row."""
 
     def __init__(self, path: Path, arrow: Any, parquet: Any) -> None:
@@ -337,7 +337,13 @@ class _Table:
             self._schema = self._arrow.schema([(name, self._type(name)) for name in self._rows[0]])
             self._writer = self._parquet.ParquetWriter(self._path, self._schema, compression="zstd")
         rows = [{name: self._cell(name, value) for name, value in row.items()} for row in self._rows]
-        self._writer.write_table(self._arrow.Table.from_pylist(rows, schema=self._schema))
+        try:
+            table = self._arrow.Table.from_pylist(rows, schema=self._schema)
+        except (OverflowError, ValueError) as error:
+            raise UsageError(
+                f"cannot write the samples as Parquet: {error}", hint="write to a .jsonl file, which has no limit"
+            ) from error
+        self._writer.write_table(table)
         self._rows = []
 
     def finish(self) -> None:
