@@ -24,7 +24,7 @@ from typing import Any
 from pier.errors import PierError, UsageError, VerifierError
 from pier.rollout.client import ModelSource, sources_of
 from pier.rollout.dataset import RolloutDataset, Row, as_dataset, with_prompts
-from pier.rollout.results import Output, Results, ResultsHeader, default_path, output_of
+from pier.rollout.results import Output, Results, ResultsHeader, dataset_digest, default_path, output_of
 from pier.rollout.rubric import Parser, Rubric, RubricGroup, call_named, is_cancelled, marked, stop
 from pier.rollout.state import (
     RolloutTiming,
@@ -309,10 +309,11 @@ class RolloutEnvironment(ABC):
             state_columns=list(state_columns or ()),
             shuffle=shuffle,
             shuffle_seed=shuffle_seed,
+            dataset_digest=await asyncio.to_thread(dataset_digest, rows, len(counts)) if save_results else None,
         )
         results = Results(header, Path(results_path) if results_path else default_path(self.env_id, model))
         with results.owned() if save_results else nullcontext():
-            left = _left(rows, results.load(counts)) if save_results and results_path and results.can_resume else rows
+            left = _left(rows, results.load(rows)) if save_results and results_path and results.can_resume else rows
             if save_results:
                 await asyncio.to_thread(results.start)
                 (on_log or self.logger.info)(f"saving {len(left)} of {len(rows)} rollouts to {results.path}")

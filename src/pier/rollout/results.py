@@ -8,6 +8,7 @@ errors.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections import Counter, defaultdict
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from pier import __version__, files
 from pier.errors import JobError, UsageError
 from pier.figures import mean, means, pass_all_k, pass_at_k
 from pier.job.ledger import owning
+from pier.rollout.dataset import Row
 from pier.rollout.export import rows_of, sink_for
 from pier.rollout.samples import SampleOrigin
 from pier.rollout.state import RolloutTiming, State, error_data, is_fault
@@ -132,6 +135,7 @@ class ResultsHeader:
     state_columns: list[str]
     shuffle: bool = False
     shuffle_seed: int | None = None
+    dataset_digest: str | None = None
 
 
 @dataclass(slots=True)
@@ -143,16 +147,23 @@ class Results:
     outputs: list[Output] = field(default_factory=list)
     began: float = field(default_factory=time.time)
 
-    def load(self, counts: Mapping[Any, int]) -> list[Output]:
-        """Take the rows of an earlier run in `path`, of each example at most as many as `counts` has. `UsageError` if
-        that run was of something else."""
+    def load(self, rows: list[Row]) -> list[Output]:
+        """Add the results of an earlier run in `path` that belong to these rows of the dataset. `UsageError` if that
+        run had other settings or another dataset; a larger `num_examples` is fine."""
         saved = _read_metadata(self.path)
-        wanted = {name: _plain(getattr(self.header, name), name) for name in _SAME}
-        differs = [name for name, value in wanted.items() if saved.get(name, value) != value]
-        if differs or saved.get("num_examples", 0) > self.header.num_examples:
-            what = ", ".join(f"{name} was {saved.get(name)!r}" for name in differs or ["num_examples"])
-            raise UsageError(f"cannot resume {self.path}: {what}", hint="use the same settings, or another directory")
-        seen: Counter[Any] = Counter()
+        settings = {name: _plain(getattr(self.header, name), name) for name in _SAME}
+        differing = [name for name, value in settings.items() if saved.get(name, value) != value]
+        if not differing and saved.get("num_examples", 0) > self.header.num_examples:
+            differing = ["num_examples"]
+        problem = ", ".join(f"{name} was {saved.get(name)!r}" for name in differing)
+        digest = saved.get("dataset_digest")
+        if not differing and digest and digest != dataset_digest(rows, saved.get("num_examples", 0)):
+            problem = "the rows of its dataset were different"
+        if problem:
+            raise UsageError(
+                f"cannot resume {self.path}: {problem}", hint="use the same settings and dataset, or another directory"
+            )
+        counts, seen = Counter(row["example_id"] for row in rows), Counter[Any]()
         for row in files.read_journal(self.path / _RESULTS):
             if isinstance(row, dict) and "reward" in row and isinstance(row.get("example_id"), int | str):
                 seen[row["example_id"]] += 1
@@ -215,6 +226,29 @@ class Results:
     def as_dict(self) -> dict[str, Any]:
         """`outputs`, those of one example together, and `metadata`."""
         return {"outputs": sorted(self.outputs, key=lambda row: row["example_id"]), "metadata": self.metadata()}
+
+
+def dataset_digest(rows: Iterable[Row], num_examples: int) -> str:
+    """A digest of the rows of the first `num_examples` examples."""
+    digest, examples = blake2b(digest_size=16), set[Any]()
+    for row in rows:
+        if row["example_id"] in examples or len(examples) < num_examples:
+            examples.add(row["example_id"])
+            digest.update(json.dumps(_stable(row)).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _stable(value: Any) -> Any:
+    """A value as JSON that is the same in each process: no order of keys, no addresses of objects."""
+    if isinstance(value, Mapping):
+        return {str(key): _stable(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, list | tuple):
+        return [_stable(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:
