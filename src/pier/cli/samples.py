@@ -87,11 +87,12 @@ def _samples_table(rows: list[dict[str, Any]]) -> list[str]:
 @JSON
 @click.pass_context
 def check(ctx: click.Context, files: tuple[Path, ...], vocab_size: int | None, as_json: bool) -> None:
-    """Prove the promises of samples in FILES of the format `pier`; exits with 1 if one is broken.
+    """Check the promises of the samples in FILES, of any format; exits with 1 if one is broken.
 
-    Ids, mask and log-probs have one length; the mask is 1 on exactly the sampled tokens that are trained, each of them
-    trained once and with a log-prob; what continues another call begins with its ids; what counts for nothing is not
-    trainable. Samples with ids and no log-probs, which train nothing, are counted.
+    Ids, mask and log-probs have one length; the mask is 1 on exactly the sampled tokens that are trained, each with a
+    log-prob. Rows of the format `pier` name their calls, so across rows: each token is trained once, a call that
+    continues another begins with its ids, and a rollout that counts for nothing is not trainable. Samples with ids and
+    no log-probs, which train nothing, are counted.
     """
     from pier.rollout.check import check_file
 

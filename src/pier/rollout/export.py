@@ -334,7 +334,8 @@ class _Table:
         if not self._rows:
             return
         if self._writer is None:
-            self._schema = self._arrow.schema([(name, self._type(name)) for name in self._rows[0]])
+            names = dict.fromkeys((*self._rows[0], *(["tools"] if "messages" in self._rows[0] else ())))
+            self._schema = self._arrow.schema([(name, self._type(name)) for name in names])
             self._writer = self._parquet.ParquetWriter(self._path, self._schema, compression="zstd")
         rows = [{name: self._cell(name, value) for name, value in row.items()} for row in self._rows]
         try:
