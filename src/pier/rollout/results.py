@@ -26,7 +26,7 @@ from pier.figures import mean, means, pass_all_k, pass_at_k
 from pier.job.ledger import owning
 from pier.rollout.dataset import Row
 from pier.rollout.export import rows_of, sink_for
-from pier.rollout.samples import SampleOrigin
+from pier.rollout.samples import Counts, SampleOrigin
 from pier.rollout.state import RolloutTiming, State, error_data, is_fault
 from pier.trajectory.model import whole_characters
 
@@ -63,6 +63,8 @@ def output_of(state: State, columns: Iterable[str] = ()) -> Output:
         output["advantage"] = state["advantage"]
     if (usage := _usage(state)) is not None:
         output["token_usage"] = usage
+    if (counts := state.get("sample_counts")) is not None and counts.sampled_tokens:
+        output["sample_counts"] = counts.as_dict()
     if error is not None:
         output["error_chain"] = output["error"]["error_chain_repr"]
         output["long_error_chain"] = output["error"]["error_chain_str"]
@@ -221,7 +223,15 @@ class Results:
             "version_info": {"pier_version": __version__},
             "path_to_save": self.path,
             "tools": None,
+            **self._sample_counts(),
         }
+
+    def _sample_counts(self) -> dict[str, Any]:
+        known = [row["sample_counts"] for row in self.outputs if row.get("sample_counts")]
+        total = Counts()
+        for each in known:
+            total.add(Counts(**{name: each[name] for name in Counts.__dataclass_fields__}))
+        return {"sample_counts": total.as_dict()} if known else {}
 
     def as_dict(self) -> dict[str, Any]:
         """`outputs`, those of one example together, and `metadata`."""

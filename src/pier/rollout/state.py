@@ -461,7 +461,7 @@ class TurnLog:
         for generation in sorted(self.generations, key=lambda each: each.node.number):
             lineage.add(generation.node)
         threads = lineage.threads()
-        state["samples"], _ = from_threads(threads, ("main", "sub_agent"))
+        state["samples"], state["sample_counts"] = from_threads(threads, ("main", "sub_agent"))
         kinds = {node.number: node.kind for thread in threads for node in thread.nodes}
         steps = {step["extras"]["call"]: step for step in state["trajectory"]}
         for number, step in steps.items():
