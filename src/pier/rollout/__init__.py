@@ -1,6 +1,6 @@
-"""Rollouts: `CliAgentEnv` and what is around it, training samples from recordings, and the formats that trainers load.
+"""Rollouts: `CliAgentEnv` and its environments, training samples, and export formats for trainers.
 
-`import pier.rollout as vf` has the names that users of `verifiers` know. They are loaded when they are first used.
+`import pier.rollout as vf` has the names that users of `verifiers` know, loaded on first use.
 """
 
 from __future__ import annotations

@@ -378,10 +378,11 @@ class SessionReader:
     def _emit(self, step: Step) -> None:
         self.totals.steps += 1
         step.step_id = self.totals.steps
-        if step.timestamp and (time := time_of(step.timestamp)) is None:
-            raise ValueError(f"invalid time {step.timestamp!r}")
-        if step.timestamp and (self._latest is None or time >= self._latest):
-            self._latest, self._last = time, step.timestamp
+        if step.timestamp:
+            if (time := time_of(step.timestamp)) is None:
+                raise ValueError(f"invalid time {step.timestamp!r}")
+            if self._latest is None or time >= self._latest:
+                self._latest, self._last = time, step.timestamp
         step.timestamp = self._last  # never earlier than the step before, whatever the clocks
         self._ready.append(step)
 
