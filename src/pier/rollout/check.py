@@ -46,17 +46,17 @@ class SampleCheck:
     broken: list[str] = field(default_factory=list)
 
     def count(self, row: Row, form: str) -> None:
-        exact, trainable, ids, mask, likely = False, True, (), (), ()
+        exact, trainable, ids, mask, logprobs = False, True, (), (), ()
         if form == "pier":
             names = ("exact", "trainable", "input_ids", "loss_mask", "logprobs")
-            exact, trainable, ids, mask, likely = (row[name] for name in names)
+            exact, trainable, ids, mask, logprobs = (row[name] for name in names)
         elif form in _TOKENS:
             prompt, last, masked, *_ = _TOKENS[form]
             exact, mask = True, row[masked]
             ids = [token for name in (*prompt, last) for token in row[name]]
         self.exact += exact
         self.trainable += trainable
-        self.without_logprobs += exact and likely is None
+        self.without_logprobs += exact and logprobs is None
         self.ids += len(ids or ())
         self.trained += sum(mask or ())
 
@@ -165,17 +165,17 @@ def _problems(row: Row, seen: _Seen, vocab_size: int | None) -> Iterator[str]:
 
 
 def _token_problems(row: Row, seen: _Seen, vocab_size: int | None) -> Iterator[str]:
-    ids, mask, likely, spans = row["input_ids"], row["loss_mask"], row["logprobs"], row["spans"]
-    if len(mask) != len(ids) or (likely is not None and len(likely) != len(ids)):
-        yield f"{len(ids)} ids, {len(mask)} in the mask, {len(likely or ids)} log-probs"
+    ids, mask, logprobs, spans = row["input_ids"], row["loss_mask"], row["logprobs"], row["spans"]
+    if len(mask) != len(ids) or (logprobs is not None and len(logprobs) != len(ids)):
+        yield f"{len(ids)} ids, {len(mask)} in the mask, {len(logprobs or ids)} log-probs"
         return
     yield from _value_problems(ids, mask, vocab_size)
     sampled = {place for span in spans if span["trained"] for place in range(span["start"], span["end"])}
     if {place for place, bit in enumerate(mask) if bit} != sampled:
         yield "the mask is not 1 on exactly the tokens of the calls that it trains"
-    if likely is None and "logprobs_missing" not in row["flags"]:
+    if logprobs is None and "logprobs_missing" not in row["flags"]:
         yield "it has no log-probs and lacks the flag logprobs_missing"
-    yield from _logprob_problems(mask, likely)
+    yield from _logprob_problems(mask, logprobs)
     if row["trainable"] and not sampled:
         yield "it is trainable and trains nothing"
     if not spans or spans[-1]["end"] != len(ids):
@@ -189,12 +189,12 @@ def _token_problems(row: Row, seen: _Seen, vocab_size: int | None) -> Iterator[s
 
 def _trainer_problems(row: Row, form: str, vocab_size: int | None) -> Iterator[str]:
     prompt, last, *names = _TOKENS[form]
-    ids, (mask, likely, reward) = row[last], (row[name] for name in names)
-    if not len(ids) == len(mask) == len(likely):
-        yield f"{len(ids)} ids, {len(mask)} in the mask, {len(likely)} log-probs"
+    ids, (mask, logprobs, reward) = row[last], (row[name] for name in names)
+    if not len(ids) == len(mask) == len(logprobs):
+        yield f"{len(ids)} ids, {len(mask)} in the mask, {len(logprobs)} log-probs"
         return
     yield from _value_problems([token for name in prompt for token in row[name]] + ids, mask, vocab_size)
-    yield from _logprob_problems(mask, likely, absent=0.0)
+    yield from _logprob_problems(mask, logprobs, absent=0.0)
     if 1 not in mask:
         yield "it trains nothing"
     if not math.isfinite(reward):
@@ -217,9 +217,11 @@ def _value_problems(ids: list[Any], mask: list[Any], vocab_size: int | None) -> 
         yield "the mask has other values than 0 and 1"
 
 
-def _logprob_problems(mask: list[int], likely: list[float | None] | None, absent: float | None = None) -> Iterator[str]:
+def _logprob_problems(
+    mask: list[int], logprobs: list[float | None] | None, absent: float | None = None
+) -> Iterator[str]:
     """The first wrong log-prob. `absent` stands where the mask is 0."""
-    for bit, value in zip(mask, likely or [absent] * len(mask), strict=True):
+    for bit, value in zip(mask, logprobs or [absent] * len(mask), strict=True):
         if bit and (value is None or not math.isfinite(value) or value > 1e-6):
             yield f"a trained token has the log-prob {value}"
             return

@@ -25,7 +25,7 @@ from pier.gateway.session import Session
 from pier.network.policy import NetworkPolicy
 from pier.rollout.client import ModelSource
 from pier.rollout.environment import MultiTurnEnv
-from pier.rollout.rubric import Rubric, cleanup, stop
+from pier.rollout.rubric import RewardFunc, Rubric, cleanup, stop
 from pier.rollout.sandboxes import BackgroundJob, SandboxClient, SandboxMixin, SharedServices, limits_for
 from pier.rollout.state import (
     Messages,
@@ -77,20 +77,22 @@ class _Live:
     job: BackgroundJob | None = None
 
 
-async def agent_timeout(state: State) -> float:
-    return float(bool(state.get("timed_out")))
+def _metric(name: str, key: str) -> RewardFunc:
+    """A metric that is 1 if a key of the state is true, else 0."""
+
+    def metric(state: State) -> float:
+        return float(bool(state.get(key)))
+
+    metric.__name__ = name
+    return metric
 
 
-async def agent_error(state: State) -> float:
-    return float(bool(state.get("agent_exit_code")))
-
-
-async def sandbox_oom(state: State) -> float:
-    return float(bool(state.get("sandbox_oom")))
-
-
-async def sandbox_timeout(state: State) -> float:
-    return float(bool(state.get("sandbox_timeout")))
+_METRICS = [
+    _metric("agent_timeout", "timed_out"),
+    _metric("agent_error", "agent_exit_code"),
+    _metric("sandbox_oom", "sandbox_oom"),
+    _metric("sandbox_timeout", "sandbox_timeout"),
+]
 
 
 class CliAgentEnv(SandboxMixin, MultiTurnEnv):
@@ -169,7 +171,7 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
         self.sandbox_client = SandboxClient(lambda: self._services.backend)
         self._shared = SharedServices(self._open_services)
         self._live: dict[str, _Live] = {}
-        self.add_rubric(Rubric(funcs=[agent_timeout, agent_error, sandbox_oom, sandbox_timeout], weights=[0.0] * 4))
+        self.add_rubric(Rubric(funcs=_METRICS, weights=[0.0] * len(_METRICS)))
 
     @property
     def _services(self) -> TrialServices:

@@ -2,8 +2,8 @@
 
 Files are written atomically. Samples that violate an invariant are a bug of pier and are never written. Each format is
 a function from a sample and its origin to a row: `pier` has all fields, with exact tokens, mask and log-probs where the
-server returned them; `sft` has only the messages. Trainers compute advantages and padding themselves; the fields of
-their formats are those of their types:
+server returned them; `sft` has only the messages. The formats of trainers have the fields of the trainers' types,
+without advantages and padding, which trainers compute themselves:
 
 - `verl`: the fields of `AgentLoopOutput`.
 - `trl`: the fields of `TrainingSequence` of asynchronous GRPO, the reward and the group.
@@ -97,18 +97,18 @@ def _parts(sample: Sample) -> tuple[list[int], list[int], list[int], list[float]
     """The prompt, the response, and the response's mask and log-probs (0 where the mask is 0)."""
     ids, mask = list(sample.input_ids or ()), list(sample.loss_mask or ())
     start = sample.prompt_length
-    likely = None if sample.logprobs is None else [value or 0.0 for value in sample.logprobs[start:]]
-    return ids[:start], ids[start:], mask[start:], likely
+    logprobs = None if sample.logprobs is None else [value or 0.0 for value in sample.logprobs[start:]]
+    return ids[:start], ids[start:], mask[start:], logprobs
 
 
 def verl_row(sample: Sample, origin: SampleOrigin) -> Row:
-    prompt, response, mask, likely = _parts(sample)
+    prompt, response, mask, logprobs = _parts(sample)
     facts = {"task": origin.task, "kind": sample.kind, "weights": list(sample.weights)}
     return {
         "prompt_ids": prompt,
         "response_ids": response,
         "response_mask": mask,
-        "response_logprobs": likely,
+        "response_logprobs": logprobs,
         "reward_score": origin.reward,
         "num_turns": 2 * len(sample.calls),
         "metrics": {},
@@ -128,13 +128,13 @@ def trl_row(sample: Sample, origin: SampleOrigin) -> Row:
 
 
 def skyrl_row(sample: Sample, origin: SampleOrigin) -> Row:
-    prompt, response, mask, likely = _parts(sample)
+    prompt, response, mask, logprobs = _parts(sample)
     return {
         "prompt_token_ids": prompt,
         "response_ids": response,
         "loss_masks": mask,
         "rewards": origin.reward,
-        "rollout_logprobs": likely,
+        "rollout_logprobs": logprobs,
         "stop_reasons": "length" if sample.stop in ("length", "context") else "stop",
         "trajectory_ids": {"instance_id": origin.group, "repetition_id": origin.attempt or 0},
         "is_last_step": True,

@@ -204,39 +204,39 @@ class _Runner:
             await asyncio.shield(self.services.backend.remove_snapshot(snapshot))
 
     async def _trunk(self, spec: TrialSpec, at: int, group: Group) -> tuple[Rollout, Image, Request]:
-        one, builder, opened = _Trunk(self._own(spec), self.policy, at), SampleBuilder(), list[Sandbox]()
-        spec = replace(spec, policy=one, on_sandbox=opened.append, on_generation=lambda _, each: builder.add(each))
+        trunk, builder, sandboxes = _Trunk(self._own(spec), self.policy, at), SampleBuilder(), list[Sandbox]()
+        spec = replace(spec, policy=trunk, on_sandbox=sandboxes.append, on_generation=lambda _, each: builder.add(each))
         running = asyncio.create_task(run_trial(spec, self.services))
-        reached = asyncio.create_task(one.reached.wait())
+        reached = asyncio.create_task(trunk.reached.wait())
         try:
             await asyncio.wait({running, reached}, return_when=asyncio.FIRST_COMPLETED)
-            if one.request is None:
+            if trunk.request is None:
                 result = await running
-                why = result.exception_info.exception_message if result.exception_info else "it ended"
-                raise UsageError(f"the agent did not ask for a turn after turn {at}: {why}", code="fork-not-reached")
-            snapshot = await opened[0].snapshot()
+                reason = result.exception_info.exception_message if result.exception_info else "it ended"
+                raise UsageError(f"the agent did not ask for a turn after turn {at}: {reason}", code="fork-not-reached")
+            snapshot = await sandboxes[0].snapshot()
         finally:
             for task in (running, reached):
                 task.cancel()
             await asyncio.wait({running, reached})
-        return self._rollout(spec, None, builder, group, None), snapshot, one.request
+        return self._rollout(spec, None, builder, group, None), snapshot, trunk.request
 
     async def _branch(self, spec: TrialSpec, number: int, group: Group, snapshot: Image, prefix: Request) -> Rollout:
         name = f"branch-{number}"
-        one, builder = _Branch(self._own(replace(spec, name=name)), self.policy, prefix), SampleBuilder()
+        branch, builder = _Branch(self._own(replace(spec, name=name)), self.policy, prefix), SampleBuilder()
         spec = replace(
             spec,
             name=name,
             directory=self.place / name,
             attempt=number,
-            policy=one,
+            policy=branch,
             sandbox=replace(spec.sandbox, snapshot=snapshot),
             on_generation=lambda _, each: builder.add(each),
         )
         result = await run_trial(spec, self.services)
         group.finished += 1
         group.graded += result.rewards is not None
-        return self._rollout(spec, result, builder, group, one)
+        return self._rollout(spec, result, builder, group, branch)
 
     def _own(self, spec: TrialSpec) -> Policy:
         """The policy of one rollout. A server is called from this process, which replaces the history."""

@@ -189,7 +189,7 @@ class RolloutLimits:
     kinds: Collection[str] = KINDS
 
 
-class _Try:
+class _Attempt:
     """One attempt at a rollout: its calls and its timeout."""
 
     def __init__(self, spec: TrialSpec, environ: Mapping[str, str]) -> None:
@@ -226,7 +226,7 @@ class RolloutCollector:
         self._recorded = recorded
         self._window = window
         """Acquired by each rollout until its consumer takes it."""
-        self._tries: dict[str, _Try] = {}
+        self._attempts: dict[str, _Attempt] = {}
         self._groups: dict[tuple[int, int], Group] = {}
         self._versions: list[str] = []
         self._env: Mapping[str, str] = {}
@@ -256,55 +256,57 @@ class RolloutCollector:
         """Run one attempt within the limits of its group."""
         if self._window is not None:
             await self._window.acquire()
-        one, group, loop = _Try(spec, self._env), self._group(trial), asyncio.get_running_loop()
-        self._tries[trial.id] = one
+        current, group, loop = _Attempt(spec, self._env), self._group(trial), asyncio.get_running_loop()
+        self._attempts[trial.id] = current
         if group.ends_at is None and self._limits.deadline is not None:
             group.ends_at = loop.time() + self._limits.deadline
 
         def watch(step: str | None, generation: Generation) -> None:
-            one.builders.setdefault(step, SampleBuilder()).add(generation)
-            self._check_age(one, generation)
+            current.builders.setdefault(step, SampleBuilder()).add(generation)
+            self._check_age(current, generation)
 
         spec = replace(spec, policy=self._policy, on_generation=watch, recorded=self._recorded)
-        one.clock = asyncio.timeout_at(group.ends_at)
+        current.clock = asyncio.timeout_at(group.ends_at)
         try:
-            async with one.clock:
-                one.result = await go(spec)
+            async with current.clock:
+                current.result = await go(spec)
         except TimeoutError:
-            if not one.clock.expired():
+            if not current.clock.expired():
                 raise
-            code = one.cut or "deadline"
+            code = current.cut or "deadline"
             reasons = {"deadline": "its group's deadline passed", "stale": "its policy is too old"}
             raise JobError(f"the rollout was cut off: {reasons[code]}", code=f"rollout-{code}") from None
-        return one.result
+        return current.result
 
-    def _check_age(self, one: _Try, generation: Generation) -> None:
+    def _check_age(self, current: _Attempt, generation: Generation) -> None:
         """Cancel a rollout whose first call is too many versions old."""
         tokens = generation.node.turn.tokens if generation.node.turn else None
         version = tokens.weights if tokens else None
         for known in (version, version_of(self._policy)):
             if known is not None and known not in self._versions:
                 self._versions.append(known)
-        one.version = one.version or version
-        if self._limits.max_staleness is None or one.version is None:
+        current.version = current.version or version
+        if self._limits.max_staleness is None or current.version is None:
             return
-        if len(self._versions) - 1 - self._versions.index(one.version) > self._limits.max_staleness:
-            one.cut_off("stale")
+        if len(self._versions) - 1 - self._versions.index(current.version) > self._limits.max_staleness:
+            current.cut_off("stale")
 
     def started(self, trial: PlannedTrial, number: int) -> None: ...
 
     def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None:
-        if self._tries.pop(trial.id, None) is not None and self._window is not None:
+        if self._attempts.pop(trial.id, None) is not None and self._window is not None:
             self._window.release()
 
     def ended(self, trial: PlannedTrial, outcome: Outcome) -> None:
         if outcome.cancelled:
             self.retrying(trial, outcome, 0)
             return
-        one = self._tries.pop(trial.id, None)  # None if it failed before its start
-        builders = (one.builders if one else None) or {None: SampleBuilder()}
+        current = self._attempts.pop(trial.id, None)  # None if it failed before its start
+        builders = (current.builders if current else None) or {None: SampleBuilder()}
         sessions = {step: (*builder.samples(self._limits.kinds), None) for step, builder in builders.items()}
-        self._add(trial, outcome, one.result if one else None, sessions, one.redactor if one else Redactor())
+        self._add(
+            trial, outcome, current.result if current else None, sessions, current.redactor if current else Redactor()
+        )
         if not self._recorded and self._job is not None:
             with contextlib.suppress(OSError):
                 beneath.remove(str(self._job.trial_path(trial)))

@@ -163,13 +163,10 @@ class Rubric:
 
     async def _score(self, states: list[State], method: str) -> None:
         """Set `reward` and `metrics` on behalf of a public `method`."""
-        sound = [state for state in states if not is_fault(state.get("error"))]
         for state in states:
-            state["reward"], state["metrics"] = None, {}
-        for state in sound:
-            state["reward"] = 0.0
+            state["reward"], state["metrics"] = None if is_fault(state.get("error")) else 0.0, {}
         for func, weight in zip(self.funcs, self.weights, strict=True):
-            for state, score in await self._scores(func, [state for state in sound if state["reward"] is not None]):
+            for state, score in await self._scores(func, [state for state in states if state["reward"] is not None]):
                 _add(state, name_of(func), score, weight)
 
     async def _scores(self, func: RewardFunc, states: list[State]) -> list[tuple[State, float | Exception]]:

@@ -355,22 +355,22 @@ def _sample(path: list[Node], kind: Kind, thread: int, number: int, trained: dic
 
 def _with_tokens(sample: Sample, path: list[Node], exact: list[Exact]) -> Sample:
     ids = exact[-1].ids
-    mask, likely = [0] * len(ids), list[float | None]([None] * len(ids))
-    any_likely = any(tokens.logprobs is not None for tokens in exact)
+    mask, logprobs = [0] * len(ids), list[float | None]([None] * len(ids))
+    any_logprobs = any(tokens.logprobs is not None for tokens in exact)
     spans: list[Span] = []
     for node, tokens, owned in zip(path, exact, sample.owns, strict=True):
         start, end = len(tokens.prompt), len(tokens.prompt) + len(tokens.completion)
         counts = owned and tokens.logprobs is not None and end > start
         if counts:
             mask[start:end] = [1] * (end - start)
-            likely[start:end] = tokens.logprobs or ()
+            logprobs[start:end] = tokens.logprobs or ()
         spans.append(Span(node.number, start, end, counts, node.request.sampling.temperature))
     missing = ("logprobs_missing",) if any(tokens.logprobs is None for tokens in exact) else ()
     return replace(
         sample,
         input_ids=ids,
         loss_mask=tuple(mask),
-        logprobs=tuple(likely) if any_likely else None,
+        logprobs=tuple(logprobs) if any_logprobs else None,
         spans=tuple(spans),
         flags=(*sample.flags, *missing),
     )

@@ -67,8 +67,8 @@ class StepBuilder:
         place = len(node.parent.keys)
         if place >= len(node.request.messages):
             return {}
-        theirs = [part.id for part in node.request.messages[place].parts if isinstance(part, ToolCall)]
-        return dict(zip(theirs, (call.id for call in node.parent.turn.calls), strict=False))
+        ids = [part.id for part in node.request.messages[place].parts if isinstance(part, ToolCall)]
+        return dict(zip(ids, (call.id for call in node.parent.turn.calls), strict=False))
 
     def _take_message(self, message: Message, node: Node, renamed: dict[str, str]) -> None:
         if message.role == "assistant":
@@ -87,8 +87,8 @@ class StepBuilder:
 
     def _take_copied_answer(self, message: Message, node: Node) -> None:
         """Add an answer in the history that is not in this recording."""
-        texts = [part for part in message.parts if isinstance(part, Text | Refusal)]
-        step = self._add("agent", whole_characters("".join(part.text for part in texts)), node.at)
+        texts = [part.text for part in message.parts if isinstance(part, Text | Refusal)]
+        step = self._add("agent", whole_characters("".join(texts)), node.at)
         step.is_copied_context, step.llm_call_count = True, 0
         self._call_tools(step, [part for part in message.parts if isinstance(part, ToolCall)])
 
@@ -122,8 +122,8 @@ class StepBuilder:
         result.subagent_trajectory_ref = [*(result.subagent_trajectory_ref or ()), ref]
 
     def _take_turn(self, node: Node, turn: Turn) -> None:
-        said = [part for part in turn.parts if isinstance(part, Text | Refusal)]
-        step = self._add("agent", whole_characters("".join(part.text for part in said)), node.ended or node.at)
+        texts = [part.text for part in turn.parts if isinstance(part, Text | Refusal)]
+        step = self._add("agent", whole_characters("".join(texts)), node.ended or node.at)
         step.model_name = turn.model or node.request.model
         step.llm_call_count = 1
         thoughts = [part.text for part in turn.parts if isinstance(part, Reasoning) and part.text]

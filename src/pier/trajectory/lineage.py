@@ -198,7 +198,7 @@ class _Sorter:
         self._numbers = [node.number for node in main.nodes]
         self._nodes = nodes
         self._places = {id(node): place for place, node in enumerate(nodes)}
-        self._given: dict[int, list[tuple[str, str]]] = {}
+        self._texts: dict[int, list[tuple[str, str]]] = {}
         self._cores: dict[int, str] = {}
 
     def classify(self, thread: Thread) -> None:
@@ -232,9 +232,9 @@ class _Sorter:
         prompts = [text.strip() for message in users for text in texts_of(message)]
         prompts = [text for text in prompts if len(text) >= _MIN_PROMPT]
         for node in reversed(earlier) if prompts else ():
-            if (given := self._given.get(id(node))) is None:
-                given = self._given[id(node)] = _given_texts(node)
-            for value, call in given:
+            if (texts := self._texts.get(id(node))) is None:
+                texts = self._texts[id(node)] = _argument_texts(node)
+            for value, call in texts:
                 if any(value in prompt for prompt in prompts):
                     return node, call
         return None
@@ -246,57 +246,57 @@ class _Sorter:
         last = self._main[place - 1] if place else None
         if last is None or system_words(root) != system_words(last):
             return None
-        said = "\n".join(text for message in root.request.messages[:4] for text in texts_of(message))
+        start = "\n".join(text for message in root.request.messages[:4] for text in texts_of(message))
         for node in reversed(earlier):
             if (core := self._cores.get(id(node))) is None:
                 core = self._cores[id(node)] = _core_of(node)
-            if core and (core[:200] in said or core[-200:] in said):
+            if core and (core[:200] in start or core[-200:] in start):
                 return node
         tail = set(last.keys[-4:])
-        goes_on = len(tail & set(root.keys)) >= 2 and root.keys[:1] != last.keys[:1]
-        return last if goes_on else None
+        repeats = len(tail & set(root.keys)) >= 2 and root.keys[:1] != last.keys[:1]
+        return last if repeats else None
 
 
-def _given_texts(node: Node) -> list[tuple[str, str]]:
+def _argument_texts(node: Node) -> list[tuple[str, str]]:
     """The texts in the arguments of an answer's tool calls that may be prompts of sub-agents, with the calls' ids."""
     calls = node.turn.calls if node.turn else ()
-    given = ((value, call.id) for call in calls for value in parse_arguments(call.arguments).values())
-    texts = ((value.strip(), call) for value, call in given if isinstance(value, str))
+    values = ((value, call.id) for call in calls for value in parse_arguments(call.arguments).values())
+    texts = ((value.strip(), call) for value, call in values if isinstance(value, str))
     return [(text, call) for text, call in texts if len(text) >= _MIN_PROMPT]
 
 
 def _core_of(node: Node) -> str:
     """The text of an answer without tags, or nothing if it is too short to be recognised."""
     core = re.sub(r"</?\w+>", "", node.turn.text.strip()).strip() if node.turn else ""
-    asked = node.request.messages[-1].text if node.request.messages else ""
-    enough = _MIN_MATCH if node.request.tools and not SIDE_TASK.search(asked) else _MIN_MATCH // 5
-    return core if len(core) >= enough else ""
+    is_work = node.request.tools and not SIDE_TASK.search(_prompt_of(node))
+    return core if len(core) >= (_MIN_MATCH if is_work else _MIN_MATCH // 5) else ""
+
+
+def _prompt_of(node: Node) -> str:
+    """The text of the last message of a request."""
+    return node.request.messages[-1].text if node.request.messages else ""
 
 
 def _wants_summary(node: Node) -> bool:
-    asked = node.request.messages[-1].text if node.request.messages else ""
-    return node.turn is not None and not node.turn.calls and SIDE_TASK.search(asked) is not None
+    return node.turn is not None and not node.turn.calls and SIDE_TASK.search(_prompt_of(node)) is not None
 
 
 def _looks_like_side_call(thread: Thread, main: Node | None = None) -> bool:
     request = thread.root.request
     if len([node for node in thread.nodes if node.kind != "retry"]) > 1:
         return False
-    most = request.sampling.max_tokens
-    few = most is not None and most <= 32 and not (main and main.request.sampling.max_tokens == most)
-    words = "\n".join([*request.system, *(message.text[:500] for message in request.messages[-1:])])
-    return few or request.response_format is not None or SIDE_TASK.search(words) is not None
+    limit = request.sampling.max_tokens
+    is_short = limit is not None and limit <= 32 and not (main and main.request.sampling.max_tokens == limit)
+    text = "\n".join([*request.system, _prompt_of(thread.root)[:500]])
+    return is_short or request.response_format is not None or SIDE_TASK.search(text) is not None
 
 
 def _is_other_program(root: Node, main: Node) -> bool:
-    ours, theirs = main.headers.get("user-agent"), root.headers.get("user-agent")
-    return main.request.dialect != root.request.dialect or (
-        ours is not None and theirs is not None and _program(ours) != _program(theirs)
-    )
-
-
-def _program(agent: str) -> str:
-    return re.split(r"[/ (]", agent, maxsplit=1)[0].lower()
+    if main.request.dialect != root.request.dialect:
+        return True
+    agents = [node.headers["user-agent"] for node in (main, root) if "user-agent" in node.headers]
+    programs = [re.split(r"[/ (]", agent, maxsplit=1)[0].lower() for agent in agents]
+    return len(set(programs)) > 1
 
 
 def _is_sub_agent_by_header(node: Node) -> bool:
@@ -384,5 +384,5 @@ def _is_late_side_call(node: Node, main: Thread) -> bool:
     before = node.parent.turn if node.parent is not None else None
     if node.turn is not None or before is None or before.calls or not main.offers_tools:
         return False
-    asked = node.request.messages[-1].text if node.request.messages else ""
-    return bool(SIDE_TASK.search(asked) or _SUGGESTS.search(asked))
+    prompt = _prompt_of(node)
+    return bool(SIDE_TASK.search(prompt) or _SUGGESTS.search(prompt))

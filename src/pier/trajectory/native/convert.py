@@ -68,8 +68,8 @@ def _readable(agent: str, place: Path) -> Iterator[None]:
     try:
         yield
     except _BROKEN as error:
-        what = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{place}: not a session log of {agent} ({what})", code="trajectory") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{place}: not a session log of {agent} ({reason})", code="trajectory") from error
 
 
 def trajectory_of(session: SessionLog) -> Trajectory:
