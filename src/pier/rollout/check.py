@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pier.errors import UsageError
 from pier.rollout.export import FORMAT, Row
+from pier.rollout.samples import NOT_THE_AGENTS
 
 _MOST = 100
 """Problems listed per file."""
@@ -27,8 +28,6 @@ _TOKENS = {
 """Fields of each trainer's rows: prompt, ids under the mask, mask, log-probs (0 where the mask is 0), reward."""
 _NESTED = ("spans", "calls", "messages")
 """JSON text in Parquet files."""
-_COUNTS = ("rows", "exact", "trainable", "without_logprobs", "ids", "trained")
-_NO_REWARD = ("infra", "provider", "task", "user")
 
 
 @dataclass(slots=True)
@@ -68,8 +67,8 @@ class SampleCheck:
         return f"{state}: {self.rows} samples, {self.exact} exact{bare}, {self.trainable} trainable{share}"
 
     def as_dict(self) -> dict[str, Any]:
-        counts = {name: getattr(self, name) for name in _COUNTS}
-        return {"file": str(self.path), "ok": not self.broken, **counts, "broken": self.broken}
+        found = asdict(self)
+        return {"file": str(found.pop("path")), "ok": not self.broken, **found}
 
 
 def check_file(path: Path, vocab_size: int | None = None) -> SampleCheck:
@@ -153,7 +152,7 @@ def _problems(row: Row, seen: _Seen, vocab_size: int | None) -> Iterator[str]:
     rollout = row["rollout_id"]
     if seen.rewards.setdefault(rollout, row["reward"]) != row["reward"]:
         yield "another sample of the rollout has another reward"
-    if row["trainable"] and (row["reward"] is None or row["fault"] in _NO_REWARD):
+    if row["trainable"] and (row["reward"] is None or row["fault"] in NOT_THE_AGENTS):
         yield f"it is trainable with the reward {row['reward']} and the fault {row['fault']}"
     if row["reward"] is not None and not math.isfinite(row["reward"]):
         yield f"its reward is {row['reward']}"

@@ -392,7 +392,8 @@ def _chat(sample: Sample) -> dict[str, Any]:
     return DIALECTS["chat"].render_request(request)
 
 
-_NOT_THE_AGENTS = frozenset({"infra", "provider", "task", "user"})
+NOT_THE_AGENTS = frozenset({"infra", "provider", "task", "user"})
+"""The blames of rollouts that do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,7 +492,7 @@ def origin_of(result: Mapping[str, Any], step: str | None, trial: str, recording
         agent_version=agent.get("version"),
         rewards=_rewards(outcome) or _rewards(result),
         termination_reason=_termination(outcome, error),
-        fault=error.get("blame") if error.get("blame") in _NOT_THE_AGENTS else None,
+        fault=error.get("blame") if error.get("blame") in NOT_THE_AGENTS else None,
         notes=tuple(note.get("kind", "") for note in (outcome.get("integrity") or {}).get("notes") or ()),
     )
 
@@ -510,7 +511,7 @@ def _termination(outcome: Mapping[str, Any], error: Mapping[str, Any]) -> str:
     """The reason why the agent ended. A fault that is not the agent's comes first: such a trial has no verdict."""
     code = error.get("code") or error.get("exception_type") or "error"
     used = (outcome.get("agent_result") or {}).get("metadata") or {}
-    if error.get("blame") in _NOT_THE_AGENTS:
+    if error.get("blame") in NOT_THE_AGENTS:
         return str(code)
     if reason := used.get("stop_reason"):
         return str(reason)
