@@ -105,6 +105,7 @@ async def test_each_turn_is_a_step_with_its_exact_tokens(tmp_path: Path) -> None
     assert [step.tokens["completion_logprobs"] for step in state["trajectory"]] == [[-0.5]] * 3
     assert [step["extras"]["kind"] for step in state["trajectory"]] == ["main"] * 3
     assert [m.role for m in state["completion"]] == ["assistant", "user", "assistant", "user", "assistant"]
+    assert (state["sample_counts"].splits, state["sample_counts"].prefix_match_rate) == ({"retokenised": 2}, 0.0)
     assert len(state["trajectory"][2]["prompt"]) == 5 and len(state["timing"].model.spans) == 3
 
 
@@ -384,6 +385,9 @@ async def test_results_are_saved_and_a_run_goes_on(tmp_path: Path) -> None:
         on_start=lambda rows, left: started.append(len(left)),
     )
     assert started == [2] and len(results["outputs"]) == 3
+    counts = results["metadata"]["sample_counts"]
+    assert (counts["trained_tokens"], counts["trainable_share"], counts["splits"]) == (3, 0.5, {})
+    assert [row["sample_counts"]["trained_tokens"] for row in results["outputs"]] == [1, 1, 1]
     saved = [line for line in (place / "results.jsonl").read_text().splitlines() if line.endswith("}")]
     assert len(saved) == 3 and json.loads((place / "metadata.json").read_text())["num_examples"] == 3
     with pytest.raises(PierError, match="model was 'tiny'"):

@@ -76,6 +76,31 @@ def test_results_of_other_settings_are_not_mixed(
     assert said in refused.value.message
 
 
+def test_results_of_another_dataset_are_not_mixed(tmp_path: Path) -> None:
+    def run(*rows: dict[str, Any], **options: Any) -> list[Any]:
+        env = Still(dataset=list(rows), rubric=vf.Rubric(one), env_id="sums")
+        saved = {"save_results": True, "results_path": tmp_path, "rollouts_per_example": 2}
+        return env.evaluate_sync(CLIENT, "tiny", **saved, **options)["outputs"]
+
+    first, second = {"question": "1 + 1", "set": {1, 2}}, {"question": "2 + 2", "data": b"4"}
+    assert len(run(first, second, num_examples=1)) == 2
+    assert len(run(first, second)) == 4  # more of the same dataset
+    assert len(run(first, second, {"question": "3 + 3"})) == 6  # a dataset that grew
+    for changed in (
+        [first, {**second, "data": b"5"}, {"question": "3 + 3"}],
+        [second, first, {"question": "3 + 3"}],
+        [{**first, "set": {1, 3}}, second, {"question": "3 + 3"}],
+    ):
+        with pytest.raises(UsageError, match="cannot resume") as refused:
+            run(*changed)
+        assert "dataset" in refused.value.message
+    assert len(run(first, second, {"question": "3 + 3"})) == 6
+    metadata = json.loads((tmp_path / "metadata.json").read_text())
+    del metadata["dataset_digest"]  # an earlier version of pier recorded none
+    (tmp_path / "metadata.json").write_text(json.dumps(metadata))
+    assert len(run(first, second, {"question": "3 + 3"})) == 6
+
+
 def test_rows_of_one_example_id_are_run_once(tmp_path: Path) -> None:
     rows = [{"question": "a", "example_id": 0}, {"question": "b", "example_id": 0}, {"question": "c", "example_id": 1}]
     env, saved = Still(dataset=rows, rubric=vf.Rubric(one)), {"save_results": True, "results_path": tmp_path}

@@ -18,6 +18,7 @@ from pier.cli.samples import samples as command
 from pier.errors import UsageError
 from pier.rollout.check import check_file
 from pier.rollout.export import pier_row, sink_for
+from pier.rollout.export import rows_of as rows_of_format
 from pier.rollout.results import sample_writer
 from pier.rollout.samples import SampleBuilder
 from pier.rollout.state import State
@@ -25,6 +26,12 @@ from pier.trajectory.calls import Generation
 from tests.unit.test_samples_derivation import ORIGIN, Model, loop, said, trees
 
 Rows = list[dict[str, Any]]
+FIELDS = {
+    "verl": ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "reward_score"),
+    "skyrl": ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs", "rewards"),
+    "trl": ("input_ids", "completion_mask", "old_log_probs", "reward"),
+    "sft": ("messages",) * 4,
+}
 
 
 def written(rows: Rows, path: Path) -> Path:
@@ -129,6 +136,43 @@ def test_samples_without_log_probs_are_sound_and_counted() -> None:
     assert "a trained token has the log-prob None" in " ".join(broken([{**bare, **trained}]))
 
 
+FORMS = ("verl", "trl", "skyrl", "sft")
+
+
+@given(model=trees(), form=st.sampled_from(FORMS))
+def test_exports_of_every_format_pass(model: Model, form: str) -> None:
+    rows = list(rows_of_format(model.samples(), ORIGIN, form))
+    assert broken(rows) == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_tampering_with_rows_of_trainers_is_found(form: str, name: str, tmp_path: Path) -> None:
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'pier[parquet]'")
+    model = Model()
+    model.call([said("Write a title for: go")], tools=(), system="Titles.")  # a row without tools comes first
+    loop(model, [said("go")], 3)
+    rows = list(rows_of_format(model.samples("side") + model.samples("main"), ORIGIN, form))
+    found = check_file(written(rows, tmp_path / name), None)
+    assert (found.broken, found.rows, found.exact) == ([], 2, 0 if form == "sft" else 2)
+    row, (*_, last, mask, likely, reward) = rows[1], FIELDS[form]
+    changes: dict[str, Any] = {
+        last: [-1, *row[last][1:]],
+        mask: [0] * len(row[mask]),
+        likely: [0.5] * len(row[mask]),
+        reward: float("nan"),
+    }
+    if form == "sft":
+        changes = {"messages": row["messages"][:-1]}
+    for field, value in changes.items():
+        assert check_file(written([{**row, field: value}], tmp_path / name)).broken != [], field
+    if form != "sft":
+        assert found.trained == 12 and found.without_logprobs == 0
+        assert "outside of the vocabulary" in " ".join(check_file(written(rows, tmp_path / name), 100).broken)
+        assert check_file(written([{**row, last: row[last][:-1]}], tmp_path / name)).broken != []
+
+
 def test_the_command_says_what_is_broken(tmp_path: Path) -> None:
     model = Model()
     loop(model, [said("go")], 2)
@@ -141,9 +185,10 @@ def test_the_command_says_what_is_broken(tmp_path: Path) -> None:
     found = json.loads(ran.output)
     assert (ran.exit_code, [each["ok"] for each in found]) == (1, [True, False])
     other = tmp_path / "other.jsonl"
-    other.write_text('{"messages": []}\n')
-    with pytest.raises(UsageError, match="expected a sample of the format pier"):
-        check_file(other)
+    for unknown in ('{"messages": [], "format": 9}', '{"input_ids": [1]}', "[]"):
+        other.write_text(unknown + "\n")
+        with pytest.raises(UsageError, match="expected a sample of the format pier"):
+            check_file(other)
     for damaged in (b"{\n", b"\xff\n", b"[" * 100_000):
         other.write_bytes(damaged)
         with pytest.raises(UsageError, match="not JSON"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Model:
     def __init__(self) -> None:
         self.lineage = Lineage()
         self.sampled: dict[int, tuple[int, ...]] = {}
-        self._next = 10_000
+        self.next_id = 10_000
 
     def call(
         self,
@@ -54,8 +55,8 @@ class Model:
         for place, (message, exact) in enumerate(history):
             ours = message.role == "assistant" and not (drift and place >= len(history) - 2)
             prompt += exact if ours else tokenised(message)
-        completion = tuple(range(self._next, self._next + 3))
-        self._next += 3
+        completion = tuple(range(self.next_id, self.next_id + 3))
+        self.next_id += 3
         call = ToolCall(f"c{number}", "bash", json.dumps({"n": number, "text": text}))
         tokens = Tokens(tuple(prompt), completion, (-0.5,) * 3 if likely else None) if ids else None
         turn = Turn((call,), "tool_use", tokens=tokens) if answered else None
@@ -283,11 +284,29 @@ def test_a_parquet_file_has_typed_columns_and_json_for_what_is_nested(tmp_path: 
         table = parquet.read_table(path)
         assert table.num_rows == len(rows)
     table = parquet.read_table(tmp_path / "pier.parquet")
-    assert str(table.schema.field("input_ids").type) == "list<element: int32>"
+    assert str(table.schema.field("input_ids").type) == "list<element: int64>"
     assert str(table.schema.field("loss_mask").type) == "list<element: int8>"
     first = table.to_pylist()[0]
     assert json.loads(first["messages"])[1]["role"] == "user"
     assert first["reward"] == 0.5
+
+
+@pytest.mark.parametrize("form", ["pier", "verl", "trl", "skyrl"])
+def test_large_token_ids_are_written_to_parquet_or_refused(form: str, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed: pip install 'pier[parquet]'")
+    model, path = Model(), tmp_path / "samples.parquet"
+    model.next_id = 2**40
+    loop(model, [said("go")], 2)
+    (sample,) = model.samples()
+    with sink_for(path) as sink:
+        sink.add(FORMATS[form](sample, ORIGIN))
+    ids = "response_ids" if form in ("verl", "skyrl") else "input_ids"
+    assert max(parquet.read_table(path).to_pylist()[0][ids]) == 2**40 + 5
+    too_large = replace(sample, input_ids=(*(sample.input_ids or ())[:-1], 2**63))
+    with pytest.raises(UsageError, match="cannot write the samples as Parquet"), sink_for(path) as sink:
+        sink.add(FORMATS[form](too_large, ORIGIN))
+        sink.add(FORMATS[form](too_large, ORIGIN))
+    assert path.stat().st_size and [file.name for file in tmp_path.iterdir()] == ["samples.parquet"]
 
 
 def test_a_failed_export_leaves_the_old_file(tmp_path: Path) -> None:

@@ -213,6 +213,12 @@ def _show(results: dict[str, Any], flags: dict[str, Any]) -> None:
         click.echo(f"{name:20} {value:.3f}")
     for name, value in metadata["pass_at_k"].items():
         click.echo(f"{f'pass@{name}':20} {value:.3f}")
+    if counts := metadata.get("sample_counts"):
+        for name in ("prefix_match_rate", "trainable_share"):
+            value = counts[name]
+            click.echo(f"{name.replace('_', ' '):20} {'unknown' if value is None else f'{value:.1%}'}")
+        breaks = ", ".join(f"{number} {name}" for name, number in counts["splits"].items()) or "none"
+        click.echo(f"{'breaks':20} {breaks}")
     if flags["save"] or flags["out"]:
         click.echo(f"{'results':20} {metadata['path_to_save']}")
     if flags["samples"]:

@@ -84,11 +84,12 @@ def _samples_table(rows: list[dict[str, Any]]) -> list[str]:
 @JSON
 @click.pass_context
 def check(ctx: click.Context, files: tuple[Path, ...], vocab_size: int | None, as_json: bool) -> None:
-    """Check the samples in FILES of the format `pier`. Exits with 1 if one is invalid.
+    """Check the samples in FILES, of any format. Exits with 1 if one is invalid.
 
     Ids, mask and log-probs must have the same length. The mask must be 1 on exactly the sampled tokens that are
-    trained, each once and with a log-prob. A sample that continues another call must begin with its ids. Samples that
-    do not count must not be trainable. Samples with ids and without log-probs train nothing and are counted.
+    trained, each with a log-prob. Rows of the format `pier` name their calls, so across rows: each token is trained
+    once, a sample that continues another call begins with its ids, and a rollout that does not count is not trainable.
+    Samples with ids and without log-probs train nothing and are counted.
     """
     from pier.rollout.check import check_file
 

@@ -1,14 +1,12 @@
-"""Who samples in a rollout: an OpenAI-compatible server, a client object of a model's own library, or a policy.
+"""The clients that `evaluate(client, model)` accepts:
 
-`evaluate(client, model)` takes any of these as its client:
-
-- None: the model's name says who serves it (`openai/gpt-5`, `script:PATH`, a provider of `providers.toml`),
+- None: the model's name selects the provider (`openai/gpt-5`, `script:PATH`, a provider of `providers.toml`),
 - an address or the name of a provider,
-- `ClientConfig`: an address, and the variable that holds the key,
-- a client object with `base_url` and `api_key` (`AsyncOpenAI`, `AsyncAnthropic`): its server is called by the gateway,
-  so answers are streamed as the agent asks for them,
-- any other object with `chat.completions.create`: that is called,
-- a policy: a callable that takes a canonical request and gives a turn.
+- `ClientConfig`: an address, and the environment variable with the key,
+- a client object with `base_url` and `api_key` (`AsyncOpenAI`, `AsyncAnthropic`): the gateway calls its server, so
+  answers are streamed if the agent streams,
+- any other object with `chat.completions.create`, which is called without streaming,
+- a policy: a callable that takes a canonical request and returns a turn.
 """
 
 from __future__ import annotations
@@ -36,9 +34,9 @@ _DIALECTS: dict[str, DialectName] = {
 
 
 class ClientConfig(BaseModel):
-    """Where a model is served, and the name of the variable with its key. `openai_chat_completions_token` asks the
-    server for token ids and log-probs, as vLLM and SGLang give them. With `endpoint_configs` the groups of rollouts
-    take turns at those servers."""
+    """The address of a model, and the environment variable with its key. `openai_chat_completions_token` requests token
+    ids and log-probs from the server (vLLM, SGLang). Groups of rollouts rotate over the servers of `endpoint_configs`.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
@@ -51,7 +49,7 @@ class ClientConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What a session at the gateway needs to know of a client."""
+    """The settings of a gateway session that a client stands for."""
 
     upstream: str | Provider | Policy | None = None
     base_url: str = ""
@@ -59,7 +57,7 @@ class ModelSource:
 
 
 def sources_of(client: Any) -> list[ModelSource]:
-    """The servers that a client stands for, usually one. `UsageError` if it is nothing of what is known here."""
+    """The model sources of a client, usually one; `UsageError` if the client is of an unknown kind."""
     if isinstance(client, ClientConfig):
         configs = client.endpoint_configs or [client]
         return [_of_config(each, client.client_type) for each in configs]
@@ -75,7 +73,7 @@ def sources_of(client: Any) -> list[ModelSource]:
         return [ModelSource(provider, provider.url)]
     create = getattr(getattr(getattr(client, "chat", None), "completions", None), "create", None)
     if create is not None:
-        return [ModelSource(_CalledClient(create))]
+        return [ModelSource(_policy_of(create))]
     if callable(client):
         return [ModelSource(cast(Policy, client))]
     raise UsageError(
@@ -98,7 +96,7 @@ def _of_config(config: ClientConfig, kind: str) -> ModelSource:
 
 
 def _of_object(client: Any) -> Provider | None:
-    """The server of a client object; None if that does not say where it is."""
+    """The server of a client object; None if the object has no address and key."""
     url, key = getattr(client, "base_url", None), getattr(client, "api_key", None)
     if not url or not isinstance(key, str) or "://" not in str(url):
         return None
@@ -106,19 +104,13 @@ def _of_object(client: Any) -> Provider | None:
     return Provider("client", str(url), (dialect,), key)
 
 
-@dataclass(frozen=True, slots=True)
-class _CalledClient:
-    """A policy that asks a client object in this process. Its answers come whole."""
+def _policy_of(create: Callable[..., Any]) -> Policy:
+    """A policy that calls a client object in this process."""
 
-    create: Callable[..., Any]
-
-    def __call__(self, request: Request) -> Any:
-        return self._ask(request)
-
-    async def _ask(self, request: Request) -> Turn:
-        body = DIALECTS["chat"].render_request(replace(request, stream=False))
-        answer = self.create(**body)
+    async def call(request: Request) -> Turn:
+        answer = create(**DIALECTS["chat"].render_request(replace(request, stream=False)))
         if inspect.isawaitable(answer):
             answer = await answer
-        value = answer if isinstance(answer, dict) else cast(Any, answer).model_dump()
-        return DIALECTS["chat"].parse_response(value)
+        return DIALECTS["chat"].parse_response(answer if isinstance(answer, dict) else answer.model_dump())
+
+    return call

@@ -1,8 +1,5 @@
-"""Rows for rollouts: an immutable table with the few operations that environments need.
-
-Takes a list of rows, or anything with `to_list()` such as a dataset of Hugging Face. Each row gets an `example_id`, and
-a `prompt` made of its `question`.
-"""
+"""The dataset of an environment: an immutable table of rows, from a list or anything with `to_list()` such as a dataset
+of Hugging Face. Each row gets an `example_id`, and a `prompt` made from its `question`."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ Row = dict[str, Any]
 
 
 class RolloutDataset:
-    """Made by `Environment.make_dataset`."""
-
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self._rows = [dict(row) for row in rows]
 
@@ -68,7 +63,7 @@ class RolloutDataset:
 
 
 def as_dataset(rows: Any) -> RolloutDataset:
-    """Rows in whatever form users have them: a list, a dataset, or the results of `evaluate`."""
+    """Convert a list of rows, a dataset, or the results of `evaluate`."""
     if isinstance(rows, RolloutDataset):
         return rows
     if isinstance(rows, Mapping) and "outputs" in rows:
@@ -83,7 +78,7 @@ def as_dataset(rows: Any) -> RolloutDataset:
 def with_prompts(
     dataset: RolloutDataset, system_prompt: str | None = None, few_shot: list[Any] | None = None
 ) -> RolloutDataset:
-    """The rows that are rolled out: each has an `example_id`, a `prompt` and, decoded, its `info`."""
+    """Give each row an `example_id`, a `prompt` and its decoded `info`."""
     numbered = all(isinstance(row.get("example_id"), int) for row in dataset)
     before = [*([{"role": "system", "content": system_prompt}] if system_prompt else []), *(few_shot or [])]
     return RolloutDataset(

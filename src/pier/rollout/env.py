@@ -1,8 +1,8 @@
-"""`CliAgentEnv`: an agent program in a sandbox whose model calls are intercepted, one turn of the rollout each.
+"""`CliAgentEnv`: runs an agent program in a sandbox and intercepts its model calls, each a turn of the rollout.
 
-The gateway is served on the sandbox's loopback at `/rollout/<id>`, with a key for each rollout, so it needs neither a
-tunnel nor a network. A stop gives the agent no further turn and says so in its own dialect; what it has done by then is
-scored. A fault of sandbox, gateway or model is the state's `error`, and such a rollout has no reward.
+The gateway is served on the sandbox's loopback at `/rollout/<id>` with a key for each rollout, without a tunnel or a
+network. A stop refuses the agent further turns with an error in its dialect, and its work so far is scored. A fault of
+the sandbox, gateway or model is the state's `error`, and such a rollout has no reward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pier.gateway.session import Session
 from pier.network.policy import NetworkPolicy
 from pier.rollout.client import ModelSource
 from pier.rollout.environment import MultiTurnEnv
-from pier.rollout.rubric import Rubric, cleanup, stop
+from pier.rollout.rubric import RewardFunc, Rubric, cleanup, stop
 from pier.rollout.sandboxes import BackgroundJob, SandboxClient, SandboxMixin, SharedServices, limits_for
 from pier.rollout.state import (
     Messages,
@@ -47,9 +47,9 @@ from pier.trial.spec import TrialServices, open_services
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _IDLE = "tail -f /dev/null"
 _LIFETIME, _LONGEST = 60, 24 * 60
-"""Minutes that a sandbox lives by default, and at most if nothing limits the rollout."""
+"""Lifetime of a sandbox in minutes: by default, and if nothing limits the rollout."""
 INSTRUCTION = "/task/instruction.md"
-"""Where the agent finds what the row asks; `HARBOR_INSTRUCTION_PATH` says so."""
+"""Path of the row's question in the sandbox, the value of `HARBOR_INSTRUCTION_PATH`."""
 _REASONS = {
     "max_turns": "max_turns_reached",
     "max_output_tokens": "max_total_completion_tokens_reached",
@@ -62,50 +62,52 @@ _NOT_HOOKS = frozenset(
         *("create_sandbox", "delete_sandbox"),
     }
 )
-"""Methods of verifiers 0.3.1 whose part the gateway and the backend have here."""
+"""Methods of verifiers 0.3.1 that pier never calls: the gateway and the backend do their work."""
 
 
 @dataclass(slots=True)
 class _Live:
-    """What one rollout holds open."""
+    """The open resources of one rollout."""
 
     session: Session
     log: TurnLog
     ends_at: float | None = None
-    """When the sandbox's lifetime is over, by the event loop's clock."""
+    """End of the sandbox's lifetime, by the event loop's clock."""
     listener: Listener | None = None
     job: BackgroundJob | None = None
 
 
-async def agent_timeout(state: State) -> float:
-    return float(bool(state.get("timed_out")))
+def _metric(name: str, key: str) -> RewardFunc:
+    """A metric that is 1 if a key of the state is true, else 0."""
+
+    def metric(state: State) -> float:
+        return float(bool(state.get(key)))
+
+    metric.__name__ = name
+    return metric
 
 
-async def agent_error(state: State) -> float:
-    return float(bool(state.get("agent_exit_code")))
-
-
-async def sandbox_oom(state: State) -> float:
-    return float(bool(state.get("sandbox_oom")))
-
-
-async def sandbox_timeout(state: State) -> float:
-    return float(bool(state.get("sandbox_timeout")))
+_METRICS = [
+    _metric("agent_timeout", "timed_out"),
+    _metric("agent_error", "agent_exit_code"),
+    _metric("sandbox_oom", "sandbox_oom"),
+    _metric("sandbox_timeout", "sandbox_timeout"),
+]
 
 
 class CliAgentEnv(SandboxMixin, MultiTurnEnv):
     """Runs `run_command` in a sandbox for each row of the dataset. `backend` is `local`, `docker` or `module:Class`.
 
-    While `post_sandbox_setup` runs, the sandbox may reach the internet (`setup_network`); the agent may not, unless
-    `network="public"` or a list of hosts says so. `agent` is one that pier has packs of, such as `claude-code`: its
-    program is mounted and found by `run_command`, whatever the image. `interception_url` is for agents that must call
-    the gateway from outside: it listens on `interception_port` of this machine, and agents are given that URL.
+    During `post_sandbox_setup` the sandbox may reach the internet (`setup_network`); the agent may not, unless
+    `network` is `public` or a list of hosts. `agent` names an agent with a pack, such as `claude-code`: its program is
+    mounted into any image and found by `run_command`. With `interception_url` the gateway listens on
+    `interception_port` of this machine, and agents call that URL instead of the sandbox's loopback.
     """
 
     sandbox_timeout_minutes: int | None = None
     """Lifetime of the sandbox; `timeout_minutes` unless it is set."""
     grace_seconds = 30.0
-    """How long an agent may go on once it was refused a turn."""
+    """Seconds until an agent is killed that was refused a turn."""
     PROTECTED_ENV_VARS = frozenset(
         {
             *("OPENAI_BASE_URL", "OPENAI_MODEL", "OPENAI_API_KEY", "OPENAI_TIMEOUT", "OPENAI_REQUEST_TIMEOUT"),
@@ -169,7 +171,7 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
         self.sandbox_client = SandboxClient(lambda: self._services.backend)
         self._shared = SharedServices(self._open_services)
         self._live: dict[str, _Live] = {}
-        self.add_rubric(Rubric(funcs=[agent_timeout, agent_error, sandbox_oom, sandbox_timeout], weights=[0.0] * 4))
+        self.add_rubric(Rubric(funcs=_METRICS, weights=[0.0] * len(_METRICS)))
 
     @property
     def _services(self) -> TrialServices:
@@ -184,7 +186,7 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The backend and the gateway, open for all rollouts within; the last one to leave closes them."""
+        """Keep the backend and the gateway open; the last of several users closes them."""
         async with self._shared.use():
             yield
 
@@ -243,8 +245,7 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
         services, resources = self._services, self.get_sandbox_resources(state)
         sizes = (resources[name] for name in ("cpu_cores", "memory_gb", "disk_size_gb"))
         try:
-            wanted = ImageRequest(await self.get_docker_image(state), host=True, chosen=True)
-            image = await services.images.get(wanted)
+            image = await services.images.get(ImageRequest(await self.get_docker_image(state), host=True, chosen=True))
             mounts = await self._mounts()
             if mounts:
                 env["PATH"] = f"{PACK_PATH}/bin:{env.get('PATH') or image.config.env.get('PATH') or _PATH}"
@@ -259,16 +260,19 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
             )
             sandbox = await self.sandbox_client.create(spec)
         except PierError as error:
-            said = f"cannot start a sandbox: {error.message}"
-            blame, retryable = error.blame, error.retryable
-            raise SandboxCreationError(said, hint=error.hint, blame=blame, retryable=retryable) from error
+            raise SandboxCreationError(
+                f"cannot start a sandbox: {error.message}",
+                hint=error.hint,
+                blame=error.blame,
+                retryable=error.retryable,
+            ) from error
         if minutes := resources.get("timeout_minutes"):
             self._live[state["rollout_id"]].ends_at = asyncio.get_running_loop().time() + minutes * 60
         return sandbox
 
     @asynccontextmanager
     async def _lifetime(self, state: State, live: _Live) -> AsyncIterator[None]:
-        """Ends what is within when the sandbox's lifetime is over. What the agent did by then is scored."""
+        """Cancel the body at the end of the sandbox's lifetime. The agent's work so far is scored."""
         clock = asyncio.timeout_at(live.ends_at)
         try:
             async with clock:
@@ -278,12 +282,12 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
                 raise
             state["sandbox_timeout"] = True
             if not state["timing"].setup.end:
-                said = "the sandbox was not set up within its lifetime (timeout_minutes)"
-                raise SandboxNotReadyError(said, blame="user", retryable=False) from None
+                message = "the sandbox was not set up within its lifetime (timeout_minutes)"
+                raise SandboxNotReadyError(message, blame="user", retryable=False) from None
             self.mark_timed_out(state)
 
     async def _mounts(self) -> tuple[Mount, ...]:
-        """The pack of the agent, built now if it is not there yet."""
+        """The mount of the agent's pack, which is built if it is missing."""
         spec = pack_spec(self.agent) if self.agent is not None else None
         return (Mount(PACK_PATH, (await ensure_pack(spec)).path),) if spec is not None else ()
 
@@ -292,13 +296,13 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
             return NetworkPolicy("allowlist", tuple(network))
         if network not in ("none", "public"):
             raise ArgumentError(f"invalid value {network!r} for network: expected none, public or a list of hosts")
-        known = await self._services.backend.capabilities()
-        if network == self.setup_network == "public" and not (known.switch_network and "public" in known.networks):
+        backend = await self._services.backend.capabilities()
+        if network == self.setup_network == "public" and not (backend.switch_network and "public" in backend.networks):
             network = self.network if isinstance(self.network, str) else "none"
         return NetworkPolicy("public" if network == "public" else "none")
 
     async def _set_up(self, state: State, sandbox: Sandbox, live: _Live) -> None:
-        """Everything between the start of the sandbox and the agent's."""
+        """Prepare a started sandbox for the agent."""
         if self.interception_url is None:
             factory = self._gateway.protocol_factory(live.session)
             try:
@@ -314,18 +318,18 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
         except SandboxError:
             raise
         except Exception as error:
-            said = f"post_sandbox_setup failed: {type(error).__name__}: {error}"
-            raise SandboxSetupError(said, blame="user", retryable=False) from error
+            message = f"post_sandbox_setup failed: {type(error).__name__}: {error}"
+            raise SandboxSetupError(message, blame="user", retryable=False) from error
         policy = await self._policy(self.network)
         if policy != sandbox.spec.network:
             await sandbox.set_network(policy)
 
     async def get_docker_image(self, state: State) -> str:
-        """The image of the sandbox; override for images by row."""
+        """The image of the sandbox; override to choose it by row."""
         return self.docker_image
 
     def get_sandbox_resources(self, state: State) -> dict[str, Any]:
-        """What the sandbox may use; override for limits by row."""
+        """The limits of the sandbox; override to choose them by row."""
         return {
             "cpu_cores": self.cpu_cores,
             "memory_gb": self.memory_gb,
@@ -335,7 +339,7 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
         }
 
     def compute_sandbox_timeout_minutes(self) -> int:
-        """How long the sandbox lives. The default is never less than `timeout_seconds`."""
+        """The lifetime of the sandbox. The default is at least `timeout_seconds`."""
         if self.sandbox_timeout_minutes is not None:
             return self.sandbox_timeout_minutes
         if self.timeout_minutes != _LIFETIME:
@@ -343,7 +347,7 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
         return _LONGEST if self.timeout_seconds is None else max(_LIFETIME, math.ceil(self.timeout_seconds / 60))
 
     async def build_env_vars(self, state: State) -> dict[str, str]:
-        """The variables of the sandbox; override to add some."""
+        """The environment variables of the sandbox; override to add some."""
         base, key = state["interception_base_url"], self._live[state["rollout_id"]].session.key
         root = base.removesuffix("/v1")
         variables = {
@@ -365,35 +369,36 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
         return variables
 
     async def post_sandbox_setup(self, state: State) -> None:
-        """Called when the sandbox runs and before the agent starts; upload files, install what it needs."""
+        """Called before the agent starts; override to upload files and install dependencies."""
 
     async def start_agent(self, state: State) -> None:
-        """Start the agent's program; its end is the rollout's."""
+        """Start the agent's program, whose end ends the rollout."""
         job = await self.sandbox_client.start_background_job(state["sandbox_id"], self.run_command)
         state["background_job"] = job
         state["agent_start_time"] = time.time()
 
     async def check_agent_completed(self, state: State) -> bool:
-        """Whether the agent is done; override if that shows otherwise than by its program's end."""
+        """Whether the agent is done; override if something other than the end of its program shows it."""
         return bool(state.get("agent_completed"))
 
     async def normalize_intercepted_messages(self, intercepted_messages: Messages) -> Messages:
-        """What is kept of the messages of a call as the prompt of its step."""
+        """Change the messages that are kept as the prompt of a step."""
         return intercepted_messages
 
     async def normalize_response(self, response: Response) -> Response:
-        """What is kept of a model's answer."""
+        """Change the model's answer that is kept in a step."""
         return response
 
     async def post_rollout(self, state: State) -> None:
-        """Called when the agent is done, while its sandbox is still there; fetch files, compute what rewards need."""
+        """Called once the agent is done, before its sandbox is removed; override to fetch files and compute inputs of
+        rewards."""
 
     @stop
     async def agent_completed(self, state: State) -> bool:
         return await self.check_agent_completed(state)
 
     async def play(self, state: State) -> None:
-        """Until the agent has ended: keep its turns, and give no further one once a stop condition holds."""
+        """Record turns until the agent ends, and refuse further ones once a stop condition holds."""
         live = self._live[state["rollout_id"]]
         async with self._lifetime(state, live):
             await self._follow(state, live)
@@ -452,14 +457,14 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
 
     @cleanup(priority=100)
     async def render_state(self, state: State) -> None:
-        """Set what is known once the agent is done: `completion`, the stop and the error."""
+        """Kill the agent and set `completion`, the stop condition and the error."""
         live = self._live.get(state.get("rollout_id", ""))
         if live is None:
             state["completion"], state["termination_reason"] = [], _termination(state)
             return
         if live.job is not None:
             await self.sandbox_client.kill_job(live.job)
-            if (result := live.job.result) is not None:  # of a killed agent, what it wrote by then
+            if (result := live.job.result) is not None:  # a killed agent's output so far
                 state["agent_stdout"], state["agent_stderr"] = result.text, result.error_text
         await live.session.drain()
         await self._take_turns(state, live)
@@ -467,7 +472,7 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
         await self._judge(state, live)
 
     async def _judge(self, state: State, live: _Live) -> None:
-        """Which stop it was, and whether a fault of the model or of the agent's program ended the rollout."""
+        """Set the stop condition, and the error if a fault of the model or the agent's program ended the rollout."""
         session = live.session
         killed = bool(state.get("timed_out"))
         fault = None if killed else await provider_fault(session)
@@ -492,7 +497,7 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
 
     @cleanup
     async def destroy_sandbox(self, state: State) -> None:
-        """Call `post_rollout`, then remove the sandbox, or keep it until the rollout is scored."""
+        """Call `post_rollout`, then remove the sandbox unless it is kept for scoring."""
         try:
             if state.get("sandbox_id") and state.get("is_completed"):
                 await self.post_rollout(state)
@@ -515,20 +520,20 @@ class CliAgentEnv(SandboxMixin, MultiTurnEnv):
 
 
 def instruction_of(state: State) -> str | None:
-    """What the row asks of the agent: its question, else what the user says in its prompt."""
+    """The row's question, else the last text of the user in its prompt."""
     row = state["input"]
     if row.get("question"):
         return str(row["question"])
-    said = [message.content for message in row["prompt"] if message.role == "user" and isinstance(message.content, str)]
-    return said[-1] if said else None
+    texts = [each.content for each in row["prompt"] if each.role == "user" and isinstance(each.content, str)]
+    return texts[-1] if texts else None
 
 
 def _termination(state: State) -> str:
-    """How the rollout ended, in the word that samples of trials have for it too."""
+    """The end of the rollout in the terms of trials' samples."""
     if isinstance(error := state.get("error"), PierError):
         return error.code
     if state.get("timed_out"):
         return "sandbox_timeout" if state.get("sandbox_timeout") else "timeout"
-    words = {"agent_completed": "completed", **{stop: reason for reason, stop in _REASONS.items()}}
-    stopped = state.get("stop_condition") or "unknown"
-    return words.get(stopped, stopped)
+    reasons = {"agent_completed": "completed", **{stop: reason for reason, stop in _REASONS.items()}}
+    condition = state.get("stop_condition") or "unknown"
+    return reasons.get(condition, condition)

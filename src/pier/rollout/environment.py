@@ -1,9 +1,9 @@
-"""Environments: rows to roll out, a rubric to score them with, and the runs over all of them.
+"""Environments: a dataset to roll out, a rubric to score with, and runs over the dataset.
 
-`evaluate`, `generate` and their results have the shape that users of `verifiers` know: `{"outputs": [...], "metadata":
-{...}}`. The rollouts of one example are scored together once all of them are there. A rollout whose error is not the
-agent's is run again up to `max_retries` times, alone; if it stays so, it has no reward. Whatever a rollout or a hook of
-the user's raises ends up in the state's `error`; other rollouts go on.
+`evaluate`, `generate` and their results have the shape of those in `verifiers`: `{"outputs": [...], "metadata":
+{...}}`. The rollouts of one example are scored together once all of them ended. A rollout with a retryable error that
+is not the agent's is run again up to `max_retries` times; if it still fails, it has no reward. An exception of a
+rollout or of a user's hook becomes the state's `error` and does not affect other rollouts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from pier.errors import PierError, UsageError, VerifierError
 from pier.rollout.client import ModelSource, sources_of
 from pier.rollout.dataset import RolloutDataset, Row, as_dataset, with_prompts
-from pier.rollout.results import Output, Results, ResultsHeader, default_path, output_of
+from pier.rollout.results import Output, Results, ResultsHeader, dataset_digest, default_path, output_of
 from pier.rollout.rubric import Parser, Rubric, RubricGroup, call_named, is_cancelled, marked, stop
 from pier.rollout.state import (
     RolloutTiming,
@@ -38,15 +38,15 @@ from pier.rollout.state import (
 )
 
 DatasetSource = Any
-"""Rows, a dataset, or a function that gives one."""
+"""Rows, a dataset, or a function that returns one."""
 OnState = Callable[[State], None]
-"""Called with each rollout once it is scored."""
+"""Called with each scored rollout."""
 OnProgress = Callable[[list[Output], list[Output], dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
-    """How a run is done: by which model, with how many rollouts at once and how many retries."""
+    """The settings of a run."""
 
     source: ModelSource
     model: str
@@ -59,7 +59,7 @@ class RolloutPlan:
 
 
 class RolloutEnvironment(ABC):
-    """The base of all environments; `pier.rollout.Environment`. Further keywords become attributes."""
+    """The base of all environments, `pier.rollout.Environment`. Other keyword arguments become attributes."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class RolloutEnvironment(ABC):
 
     @staticmethod
     def make_dataset(rows: Any) -> RolloutDataset:
-        """Rows as a dataset: a list of objects, a dataset of Hugging Face, or the results of `evaluate`."""
+        """Make a dataset from a list of objects, a dataset of Hugging Face, or the results of `evaluate`."""
         return as_dataset(rows)
 
     def _build(self, name: str) -> RolloutDataset | None:
@@ -140,33 +140,31 @@ class RolloutEnvironment(ABC):
         return self.rubric.has_group_rewards
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> RolloutDataset:
-        """The rows for training, at most `n` of them; those for evaluation if there are no others."""
+        """Return the first `n` rows for training, or for evaluation if there are no others."""
         return _part(self._build("train") or self._build("eval"), n, seed)
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> RolloutDataset:
-        """The rows for evaluation; those for training if there are no others."""
+        """Return the first `n` rows for evaluation, or for training if there are no others."""
         return _part(self._build("eval") or self._build("train"), n, seed)
 
     def add_rubric(self, rubric: Rubric) -> None:
-        """Score with this rubric too."""
         if isinstance(self.rubric, RubricGroup):
             self.rubric.rubrics.append(rubric)
         else:
             self.rubric = RubricGroup([self.rubric, rubric])
 
     def set_max_seq_len(self, max_seq_len: int | None) -> None:
-        """Cut the tokens of each step (`step["tokens"]`) to this length; None for no limit."""
+        """Cut the tokens of each step (`step["tokens"]`) to this length, unless it is None."""
         self.max_seq_len = max_seq_len
 
     def set_score_rollouts(self, score_rollouts: bool) -> None:
         self.score_rollouts = score_rollouts
 
     def get_state_usage(self, state: State) -> TokenUsage | None:
-        """The tokens of all answered calls so far."""
         return state.get("usage")
 
     def set_kwargs(self, **attributes: Any) -> None:
-        """Set attributes, each by its `set_NAME` method if there is one."""
+        """Set attributes, by the `set_NAME` methods where they exist."""
         for name, value in attributes.items():
             setter = getattr(self, f"set_{name}", None)
             if setter is not None:
@@ -177,7 +175,6 @@ class RolloutEnvironment(ABC):
     async def init_state(
         self, input: Row, client: Any, model: str, sampling_args: Mapping[str, Any] | None = None
     ) -> State:
-        """The state that a rollout of a row begins with."""
         row = deepcopy(dict(input))
         row["prompt"] = as_messages(row["prompt"])
         state = State(input=row)
@@ -206,26 +203,24 @@ class RolloutEnvironment(ABC):
     async def rollout(
         self, input: Row, client: Any, model: str, sampling_args: Mapping[str, Any] | None = None
     ) -> State:
-        """Roll out one row. What goes wrong is in the state's `error`."""
+        """Roll out one row. Failures are recorded in the state's `error`."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Everything that rollouts need stays open within."""
+        """Keep the resources of rollouts open."""
         yield
 
     async def cleanup(self, state: State) -> None:
-        """Call the methods that are marked with `cleanup`."""
         for handler in marked(self, "cleanup"):
             await call_named(handler, {"state": state, "env": self, "task": state.get("task")})
 
     async def teardown(self) -> None:
-        """Call the methods that are marked with `teardown`, once no rollout needs the environment."""
         await self.rubric.teardown()
         for handler in marked(self, "teardown"):
             await call_named(handler, {})
 
     async def is_completed(self, state: State) -> bool:
-        """Ask the stop conditions in order; the first that holds is `stop_condition`."""
+        """Check the stop conditions in order; the first that holds becomes `stop_condition`."""
         if state.get("is_completed"):
             return True
         for condition in marked(self, "stop"):
@@ -256,13 +251,11 @@ class RolloutEnvironment(ABC):
         return await self.generate(rows, client, model, sampling_args, max_concurrent, **seed, **options)
 
     def evaluate_sync(self, client: Any = None, model: str = "", *more: Any, **options: Any) -> dict[str, Any]:
-        """As `evaluate`, with the same arguments."""
         return _run(lambda: self.evaluate(client, model, *more, **options))
 
     def generate_sync(
         self, inputs: Any, client: Any = None, model: str = "", *more: Any, **options: Any
     ) -> dict[str, Any]:
-        """As `generate`, with the same arguments."""
         return _run(lambda: self.generate(inputs, client, model, *more, **options))
 
     async def generate(
@@ -286,16 +279,16 @@ class RolloutEnvironment(ABC):
         on_log: Callable[[str], None] | None = None,
         on_state: OnState | None = None,
     ) -> dict[str, Any]:
-        """Roll out rows, which have a `prompt` and an `example_id`; those of one `example_id` are a group.
+        """Roll out rows, which have a `prompt` and an `example_id`; rows with the same `example_id` are a group.
 
-        `max_concurrent` rollouts run at once. With `save_results` rows are written to `results_path` as they come, and
-        what is there already is not run again. `on_progress` gets all rows, the new ones and the numbers so far.
+        `max_concurrent` limits parallel rollouts. With `save_results` finished rows are written to `results_path`, and
+        those already there are not run again. `on_progress` gets all rows, the new ones and the metadata so far.
         """
         if push_to_hf_hub or hf_hub_dataset_name:
             raise UsageError("pier does not push to the Hugging Face hub", hint="save_results=True, then push the file")
         rows = [dict(row) for row in as_dataset(inputs)]
         sampling = {**self.sampling_args, **(sampling_args or {})}
-        sampling_of(sampling)  # fails here once, not in each rollout
+        sampling_of(sampling)  # refuse invalid arguments once, not in each rollout
         sources, counts = sources_of(client), Counter(row["example_id"] for row in rows)
         header = ResultsHeader(
             env_id=self.env_id,
@@ -309,10 +302,11 @@ class RolloutEnvironment(ABC):
             state_columns=list(state_columns or ()),
             shuffle=shuffle,
             shuffle_seed=shuffle_seed,
+            dataset_digest=await asyncio.to_thread(dataset_digest, rows, len(counts)) if save_results else None,
         )
         results = Results(header, Path(results_path) if results_path else default_path(self.env_id, model))
         with results.owned() if save_results else nullcontext():
-            left = _left(rows, results.load(counts)) if save_results and results_path and results.can_resume else rows
+            left = _left(rows, results.load(rows)) if save_results and results_path and results.can_resume else rows
             if save_results:
                 await asyncio.to_thread(results.start)
                 (on_log or self.logger.info)(f"saving {len(left)} of {len(rows)} rollouts to {results.path}")
@@ -328,20 +322,21 @@ class RolloutEnvironment(ABC):
                 columns=tuple(header.state_columns),
                 on_state=on_state,
             )
-            notified = on_progress if isinstance(on_progress, list) else [on_progress] if on_progress else []
+            callbacks = on_progress if isinstance(on_progress, list) else [on_progress] if on_progress else []
             async with self.running(), aclosing(self._groups(left, plan, sources)) as groups:
                 async for new in groups:
                     results.outputs += new
                     if save_results:
                         await asyncio.to_thread(results.save, new)
-                    for notify in notified:
+                    for notify in callbacks:
                         notify(results.outputs, new, results.metadata())
             return results.as_dict()
 
     async def _groups(
         self, rows: list[Row], plan: RolloutPlan, sources: list[ModelSource]
     ) -> AsyncGenerator[list[Output], None]:
-        """The rows of each group as it is scored; single rows with independent scoring. Leaving early ends them."""
+        """Yield the results of each group as it is scored (single rows with independent scoring). Closing the generator
+        cancels the others."""
         groups: dict[Any, list[Row]] = defaultdict(list)
         for index, row in enumerate(rows):
             groups[index if plan.independent else row["example_id"]].append(row)
@@ -421,22 +416,22 @@ class RolloutEnvironment(ABC):
         span.end = time.time()
 
     async def finish(self, state: State) -> None:  # noqa: B027 - most environments hold nothing that long
-        """Called once a rollout is scored; nothing of it is needed any more."""
+        """Called once a rollout is scored, to release its resources."""
 
     async def _tried(self, row: Row, plan: RolloutPlan) -> State:
-        """One rollout, run again while something other than the agent is to blame."""
+        """Roll out a row, and retry after retryable faults of the infrastructure or the provider."""
         attempt = 0
         while True:
             async with plan.gate:
                 state = await self.rollout(row, plan.source, plan.model, plan.sampling_args)
             error = state.get("error")
-            passing = isinstance(error, PierError) and error.retryable and error.blame in ("infra", "provider")
-            if attempt == plan.retries or not passing:
+            retryable = isinstance(error, PierError) and error.retryable and error.blame in ("infra", "provider")
+            if attempt == plan.retries or not retryable:
                 return state
-            attempt += 1
             self.logger.warning("rollout of example %s failed, trying again: %s", row["example_id"], error)
             await self.finish(state)
-            await asyncio.sleep(min(2.0 ** (attempt - 1), 60.0))
+            await asyncio.sleep(min(2.0**attempt, 60.0))
+            attempt += 1
 
 
 def _left(rows: list[Row], done: list[Output]) -> list[Row]:
@@ -457,7 +452,7 @@ def _part(dataset: RolloutDataset | None, n: int, seed: int | None) -> RolloutDa
 
 
 def _run(make: Callable[[], Any]) -> Any:
-    """Run a coroutine to its end, also where an event loop is running already, such as in a notebook."""
+    """Run a coroutine to its end, in a thread if an event loop is running already (in a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -472,7 +467,7 @@ Environment = RolloutEnvironment
 
 
 class MultiTurnEnv(RolloutEnvironment):
-    """An environment whose rollouts have turns: how many there may be, how long they may take, and what stops them."""
+    """An environment whose rollouts have turns, with limits on turns and time, and stop conditions."""
 
     def __init__(self, max_turns: int = -1, timeout_seconds: float | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -503,11 +498,11 @@ class MultiTurnEnv(RolloutEnvironment):
         state["stop_condition"] = "timeout_reached"
 
     async def setup_state(self, state: State) -> State | None:
-        """Prepare a rollout; what a returned state has replaces what is there."""
+        """Prepare a rollout. A returned state is merged into the rollout's."""
         return state
 
     async def play(self, state: State) -> None:
-        """Go on until the rollout is over."""
+        """Run the rollout to its end."""
         raise NotImplementedError
 
     async def add_trajectory_step(self, state: State, trajectory_step: TrajectoryStep) -> None:
@@ -525,7 +520,7 @@ class MultiTurnEnv(RolloutEnvironment):
                 await self._within_time(state)
             except PierError as error:
                 state["error"] = state.get("error") or error
-            except (Exception, asyncio.CancelledError) as error:  # of the user's hooks
+            except (Exception, asyncio.CancelledError) as error:  # raised by the user's hooks
                 if is_cancelled(error):
                     await asyncio.shield(self._end(state))
                     raise
@@ -539,9 +534,9 @@ class MultiTurnEnv(RolloutEnvironment):
         clock = asyncio.timeout(self.timeout_seconds)
         try:
             async with clock:
-                given = await self.setup_state(state)
-                if given is not None and given is not state:
-                    state.update(given)
+                prepared = await self.setup_state(state)
+                if prepared is not None and prepared is not state:
+                    state.update(prepared)
                 state["timing"].setup.end = time.time()
                 await self.play(state)
         except TimeoutError:
@@ -553,14 +548,14 @@ class MultiTurnEnv(RolloutEnvironment):
             self.mark_timed_out(state)
 
     async def _end(self, state: State) -> None:
-        """Clean up; what goes wrong in that is the rollout's error unless it has one."""
+        """Clean up. A failure becomes the rollout's error unless it has one."""
         state["timing"].generation.end = time.time()
         try:
             await self.is_completed(state)
             await self.cleanup(state)
         except Exception as error:
-            said = f"the rollout's clean-up failed: {type(error).__name__}: {error}"
-            state["error"] = state.get("error") or PierError(said, code="rollout", blame="user")
+            message = f"the rollout's clean-up failed: {type(error).__name__}: {error}"
+            state["error"] = state.get("error") or PierError(message, code="rollout", blame="user")
             self.logger.exception("clean-up of a rollout failed")
 
 

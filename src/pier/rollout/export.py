@@ -1,13 +1,13 @@
-"""Writes the samples of trials and jobs to one file, a trial at a time, and reports the outcome of every call.
+"""Exports the samples of trials and jobs to one file, trial by trial, and reports the outcome of every call.
 
-A file is there whole or not at all. Samples that break a promise are a fault of this program and are never written.
-Each format is one function from a sample and its origin to a row: `pier` has all fields, with exact tokens, mask and
-log-probs where the server gave them; `sft` has the messages alone. What a trainer computes itself (advantages, padding)
-is in none. Formats of trainers have the names of the trainer's own types:
+Files are written atomically. Samples that violate an invariant are a bug of pier and are never written. Each format is
+a function from a sample and its origin to a row: `pier` has all fields, with exact tokens, mask and log-probs where the
+server returned them; `sft` has only the messages. The formats of trainers have the fields of the trainers' types,
+without advantages and padding, which trainers compute themselves:
 
 - `verl`: the fields of `AgentLoopOutput`.
-- `trl`: the fields of a `TrainingSequence` of its asynchronous GRPO, with the reward and the group.
-- `skyrl`: one entry of each list of a `GeneratorOutput`; a batch is the rows' values as lists.
+- `trl`: the fields of `TrainingSequence` of asynchronous GRPO, the reward and the group.
+- `skyrl`: one entry of each list of a `GeneratorOutput`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Row = dict[str, Any]
 
 
 def is_trainable(sample: Sample, origin: SampleOrigin) -> bool:
-    """Whether the sample has a reward that the agent earned, and something to train."""
+    """Whether the sample has a reward that the agent earned, and tokens or messages to train."""
     return origin.is_earned and (sample.trained > 0 or not sample.exact)
 
 
 def is_wanted(sample: Sample, origin: SampleOrigin, form: str) -> bool:
-    """Whether a format has a row for this sample: a trainer's only if it can learn from it."""
+    """Whether a format has a row for this sample: formats of trainers only if it is exact and trainable."""
     return form not in TRAINERS or (sample.exact and is_trainable(sample, origin))
 
 
 def pier_row(sample: Sample, origin: SampleOrigin) -> Row:
-    """Everything: `docs/guides/training-samples.md` lists the fields."""
+    """All fields; `docs/guides/training-samples.md` lists them."""
     return {
         "format": FORMAT,
         "id": sample_id(sample, origin),
@@ -80,35 +80,35 @@ def pier_row(sample: Sample, origin: SampleOrigin) -> Row:
 
 
 def sft_row(sample: Sample, origin: SampleOrigin) -> Row:
-    """A line for supervised fine-tuning on messages, as OpenAI and its like take it. Answers that no call of the branch
-    gave, and those that another branch trains, have weight 0."""
-    said = sample.messages()
-    # The last answer for sure, the others as far back as each history still has the one before it.
-    given = [place for place, message in enumerate(said) if message["role"] == "assistant"][-len(sample.turns) :]
-    ours = {place for place, owned in zip(given, sample.owns[-len(given) :], strict=True) if owned}
-    for place, message in enumerate(said):
-        if message["role"] == "assistant" and place not in ours:
+    """Messages for supervised fine-tuning, in OpenAI's format. Answers that are not from this branch's calls, or that
+    another branch trains, have weight 0."""
+    messages = sample.messages()
+    # The last answers of the conversation are those of the branch's calls, unless the history was changed.
+    answers = [place for place, each in enumerate(messages) if each["role"] == "assistant"][-len(sample.turns) :]
+    trained = {place for place, owned in zip(answers, sample.owns[-len(answers) :], strict=True) if owned}
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant" and place not in trained:
             message["weight"] = 0
     tools = sample.tools()
-    return {"messages": said, **({"tools": tools} if tools else {})}
+    return {"messages": messages, **({"tools": tools} if tools else {})}
 
 
 def _parts(sample: Sample) -> tuple[list[int], list[int], list[int], list[float] | None]:
-    """The prompt; then the response, its mask and its log-probs, 0 where nothing is trained."""
+    """The prompt, the response, and the response's mask and log-probs (0 where the mask is 0)."""
     ids, mask = list(sample.input_ids or ()), list(sample.loss_mask or ())
     start = sample.prompt_length
-    likely = None if sample.logprobs is None else [value or 0.0 for value in sample.logprobs[start:]]
-    return ids[:start], ids[start:], mask[start:], likely
+    logprobs = None if sample.logprobs is None else [value or 0.0 for value in sample.logprobs[start:]]
+    return ids[:start], ids[start:], mask[start:], logprobs
 
 
 def verl_row(sample: Sample, origin: SampleOrigin) -> Row:
-    prompt, response, mask, likely = _parts(sample)
+    prompt, response, mask, logprobs = _parts(sample)
     facts = {"task": origin.task, "kind": sample.kind, "weights": list(sample.weights)}
     return {
         "prompt_ids": prompt,
         "response_ids": response,
         "response_mask": mask,
-        "response_logprobs": likely,
+        "response_logprobs": logprobs,
         "reward_score": origin.reward,
         "num_turns": 2 * len(sample.calls),
         "metrics": {},
@@ -128,13 +128,13 @@ def trl_row(sample: Sample, origin: SampleOrigin) -> Row:
 
 
 def skyrl_row(sample: Sample, origin: SampleOrigin) -> Row:
-    prompt, response, mask, likely = _parts(sample)
+    prompt, response, mask, logprobs = _parts(sample)
     return {
         "prompt_token_ids": prompt,
         "response_ids": response,
         "loss_masks": mask,
         "rewards": origin.reward,
-        "rollout_logprobs": likely,
+        "rollout_logprobs": logprobs,
         "stop_reasons": "length" if sample.stop in ("length", "context") else "stop",
         "trajectory_ids": {"instance_id": origin.group, "repetition_id": origin.attempt or 0},
         "is_last_step": True,
@@ -154,7 +154,7 @@ FORMATS: dict[str, Callable[[Sample, SampleOrigin], Row]] = {"pier": pier_row, "
 def rows_of(
     samples: Sequence[Sample], origin: SampleOrigin, form: str = "pier", *, trainable_only: bool = False
 ) -> Iterator[Row]:
-    """The rows of a session's samples in a format. `PierError` if one breaks a promise."""
+    """The rows of a session's samples in a format. `PierError` if a sample violates an invariant."""
     if broken := next(broken_promises(samples), None):
         raise PierError(f"{origin.recording or origin.rollout}: {broken}", code="internal")
     for sample in samples:
@@ -173,7 +173,7 @@ def _listed(values: tuple[Any, ...] | None) -> list[Any] | None:
 
 @dataclass(slots=True)
 class Report:
-    """What an export found and wrote."""
+    """The counts of an export."""
 
     recordings: int = 0
     samples: int = 0
@@ -182,14 +182,13 @@ class Report:
     trainable: int = 0
     without_reward: int = 0
     without_logprobs: int = 0
-    """Samples with ids and no log-probs, of which nothing is trained."""
+    """Samples with ids and no log-probs, which train nothing."""
     kinds: dict[str, int] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     rows: list[Row] = field(default_factory=list)
-    """One line on each sample, for a person."""
+    """A summary of each sample, for printing."""
 
     def add(self, sample: Sample, origin: SampleOrigin) -> None:
-        """Count a sample."""
         self.samples += 1
         self.exact += sample.exact
         self.trainable += is_trainable(sample, origin)
@@ -211,8 +210,6 @@ class Report:
 
 
 class Sink(Protocol):
-    """Takes rows one by one."""
-
     def add(self, row: Row) -> None: ...
 
 
@@ -224,7 +221,7 @@ def export(
     kinds: Collection[str] = ("main", "sub_agent"),
     trainable_only: bool = False,
 ) -> Report:
-    """Give the samples of all recordings at `places` to `sink`, in the given format."""
+    """Write the samples of all recordings at `places` to `sink`, in the given format."""
     report = Report()
     for origin in (origin for place in places for origin in origins(place)):
         assert origin.recording is not None
@@ -245,7 +242,7 @@ def _read_rows(
     only_listed: bool,
     most: int | None,
 ) -> tuple[Report, list[bytes]]:
-    """The report and the rows, as JSON, of one recording."""
+    """The report on one recording, and its rows as JSON."""
     samples, counts = samples_of(recording, kinds, most)
     report, rows = Report(recordings=1, counts=counts), list[bytes]()
     for row in rows_of(samples, origin, form, trainable_only=trainable_only):
@@ -272,13 +269,13 @@ def _line(sample: Any, origin: SampleOrigin) -> Row:
 
 
 def sink_for(path: Path) -> AbstractContextManager[Sink]:
-    """What writes to `path`: Parquet if it is named so, else JSON lines. Nothing is there until all is written."""
+    """Write rows to `path` as Parquet if it ends in .parquet, else as JSON lines. The file appears once complete."""
     return _parquet(path) if path.suffix == ".parquet" else _lines(path)
 
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A place for a new file next to `path`, which takes its place when all went well."""
+    """A temporary file next to `path` that replaces it on success."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -304,7 +301,7 @@ def _lines(path: Path) -> Iterator[Sink]:
 
 
 _LISTS = {
-    **dict.fromkeys(("input_ids", "prompt_ids", "response_ids", "prompt_token_ids"), "int32"),
+    **dict.fromkeys(("input_ids", "prompt_ids", "response_ids", "prompt_token_ids"), "int64"),
     **dict.fromkeys(("loss_mask", "response_mask", "completion_mask", "loss_masks"), "int8"),
     **dict.fromkeys(("logprobs", "response_logprobs", "old_log_probs", "rollout_logprobs"), "float32"),
 }
@@ -317,7 +314,7 @@ _BATCH = 64
 
 
 class _Table:
-    """Rows as columns: ids as int32, masks as int8, log-probs as float32, all that is nested as JSON text, since tool
+    """Rows as columns: ids as int64, masks as int8, log-probs as float32. Nested values are JSON text, since tool
     arguments differ from row to row."""
 
     def __init__(self, path: Path, arrow: Any, parquet: Any) -> None:
@@ -334,10 +331,17 @@ class _Table:
         if not self._rows:
             return
         if self._writer is None:
-            self._schema = self._arrow.schema([(name, self._type(name)) for name in self._rows[0]])
+            names = dict.fromkeys((*self._rows[0], *(["tools"] if "messages" in self._rows[0] else ())))
+            self._schema = self._arrow.schema([(name, self._type(name)) for name in names])
             self._writer = self._parquet.ParquetWriter(self._path, self._schema, compression="zstd")
         rows = [{name: self._cell(name, value) for name, value in row.items()} for row in self._rows]
-        self._writer.write_table(self._arrow.Table.from_pylist(rows, schema=self._schema))
+        try:
+            table = self._arrow.Table.from_pylist(rows, schema=self._schema)
+        except (OverflowError, ValueError) as error:
+            raise UsageError(
+                f"cannot write the samples as Parquet: {error}", hint="write to a .jsonl file, which has no limit"
+            ) from error
+        self._writer.write_table(table)
         self._rows = []
 
     def finish(self) -> None:

@@ -1,12 +1,11 @@
 """Forks: a rollout branches at a turn into several continuations, for tree search and process rewards.
 
-The trunk runs until its agent asks for the turn after the chosen one. The sandbox is frozen then, and a branch starts
-from that snapshot: the same files, a new agent process, a new session with a new key. What makes it the same rollout is
-the conversation: wherever the new agent's requests begin with its opening messages, the policy sees the trunk's history
-instead, up to the last result, and whatever the branch added after it. So the tokens of a branch's prompts begin with
-those of the trunk, id by id. This fits agents whose state is their conversation and their files; what an agent keeps in
-the memory of its process is not carried over. Grading of a branch compares with the snapshot, so it does not list what
-the trunk changed.
+The trunk runs until its agent requests the turn after the chosen one; then its sandbox is frozen. Each branch starts
+from that snapshot with the same files, a new agent process, and a new session and key. Where a request of the new agent
+begins with its opening messages, the policy sees the trunk's history in their place, followed by the messages that the
+branch added. So the prompts of a branch begin with the tokens of the trunk, id by id. This fits agents whose state is
+their conversation and their files: memory of the agent's process is not carried over. A branch's list of changed files
+is relative to the snapshot.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A rollout that branched. The trunk has no reward itself; `value` is the mean over its branches."""
+    """A rollout that branched. The trunk has no reward; `value` is the mean over the branches."""
 
     trunk: Rollout
     branches: tuple[Rollout, ...]
@@ -57,12 +56,11 @@ class Fork:
 
 
 _SETTLED = 10.0
-"""Seconds until a call that was answered is over for sure."""
+"""Seconds to wait for the end of an answered call."""
 
 
 class _Served:
-    """Servers, or a model by its name, as a callable. Each call has a separate gateway session,
-    which reports the exact tokens."""
+    """Servers, or a model by its name, as a policy. Each call has its own gateway session, which reports the tokens."""
 
     def __init__(self, gateway: Gateway, url: str, upstream: Provider | None, model: str) -> None:
         self._gateway, self._url, self._upstream, self._model = gateway, url, upstream, model
@@ -76,18 +74,18 @@ class _Served:
         headers = {"Authorization": f"Bearer {session.key}"}
         async with session, ClientSession(headers=headers, timeout=ClientTimeout(total=None)) as http:
             async with http.post(self._url + chat.request_path(request), json=body) as answer:
-                said = await answer.text()
+                text = await answer.text()
             await asyncio.wait({over}, timeout=_SETTLED)
         generation: Generation | None = over.result() if over.done() else None
         if generation is not None and generation.node.turn is not None:
             return generation.node.turn
         if generation is None or generation.fault is not None:
-            raise ProviderError(f"the model gave no answer: {said}")
-        raise ModelFailed(generation.error or said, status=generation.status, kind=generation.kind or "server")
+            raise ProviderError(f"the model gave no answer: {text}")
+        raise ModelFailed(generation.error or text, status=generation.status, kind=generation.kind or "server")
 
 
 class _Player:
-    """A policy of one session, whose answers come whole. `owner` is what the session's policy was made by."""
+    """Calls the policy of one session without streaming. `owner` is the object whose `for_session` made it."""
 
     def __init__(self, policy: Policy, owner: object) -> None:
         self._policy, self._owner = policy, owner
@@ -109,7 +107,7 @@ class _Player:
 
 
 class _Trunk(_Player):
-    """Answers a number of turns and keeps the request that comes then, unanswered."""
+    """Answers a number of turns, and keeps the next request without answering it."""
 
     def __init__(self, policy: Policy, owner: object, turns: int) -> None:
         super().__init__(policy, owner)
@@ -121,14 +119,14 @@ class _Trunk(_Player):
         if self._left <= 0:
             self.request = request
             self.reached.set()
-            await asyncio.Event().wait()  # ends with the agent, whose sandbox is frozen
+            await asyncio.Event().wait()  # until the agent is killed
         turn = await self.answer(request)
         self._left -= 1
         return turn
 
 
 class _Branch(_Player):
-    """Puts the trunk's history in place of a new agent's opening messages."""
+    """Replaces a new agent's opening messages by the trunk's history."""
 
     def __init__(self, policy: Policy, owner: object, prefix: Request) -> None:
         super().__init__(policy, owner)
@@ -136,7 +134,7 @@ class _Branch(_Player):
         self._opening: tuple[Message, ...] | None = None
 
     def continued(self, request: Request) -> Request:
-        """The request as the policy sees it; the same one if it does not begin as the agent began."""
+        """The request with the trunk's history; unchanged if it does not begin with the agent's opening messages."""
         opening = self._opening if self._opening is not None else request.messages
         if request.messages[: len(opening)] != opening:
             return request
@@ -161,10 +159,10 @@ async def fork(
     image: str | None = None,
     kinds: Collection[str] = KINDS,
 ) -> Fork:
-    """Run `agent` on the task in the directory `task` for `at` turns, then `into` continuations of it, all at once.
+    """Run `agent` on the task in the directory `task` for `at` turns, then `into` continuations in parallel.
 
-    `policy` is what `rollouts` takes. `budget` is for the trunk and for each branch apart. An agent that ends before it
-    asks for another turn is a `UsageError`, a backend without snapshots a `SandboxError`.
+    `policy` is as in `rollouts`. `budget` applies to the trunk and to each branch separately. `UsageError` if the agent
+    ends before it requests another turn, `SandboxError` if the backend has no snapshots.
     """
     if at < 1 or into < 1:
         raise UsageError(f"invalid fork at turn {at} into {into}: expected integers >= 1")
@@ -206,42 +204,42 @@ class _Runner:
             await asyncio.shield(self.services.backend.remove_snapshot(snapshot))
 
     async def _trunk(self, spec: TrialSpec, at: int, group: Group) -> tuple[Rollout, Image, Request]:
-        one, builder, opened = _Trunk(self._own(spec), self.policy, at), SampleBuilder(), list[Sandbox]()
-        spec = replace(spec, policy=one, on_sandbox=opened.append, on_generation=lambda _, each: builder.add(each))
+        trunk, builder, sandboxes = _Trunk(self._own(spec), self.policy, at), SampleBuilder(), list[Sandbox]()
+        spec = replace(spec, policy=trunk, on_sandbox=sandboxes.append, on_generation=lambda _, each: builder.add(each))
         running = asyncio.create_task(run_trial(spec, self.services))
-        reached = asyncio.create_task(one.reached.wait())
+        reached = asyncio.create_task(trunk.reached.wait())
         try:
             await asyncio.wait({running, reached}, return_when=asyncio.FIRST_COMPLETED)
-            if one.request is None:
+            if trunk.request is None:
                 result = await running
-                why = result.exception_info.exception_message if result.exception_info else "it ended"
-                raise UsageError(f"the agent did not ask for a turn after turn {at}: {why}", code="fork-not-reached")
-            snapshot = await opened[0].snapshot()
+                reason = result.exception_info.exception_message if result.exception_info else "it ended"
+                raise UsageError(f"the agent did not ask for a turn after turn {at}: {reason}", code="fork-not-reached")
+            snapshot = await sandboxes[0].snapshot()
         finally:
             for task in (running, reached):
                 task.cancel()
             await asyncio.wait({running, reached})
-        return self._rollout(spec, None, builder, group, None), snapshot, one.request
+        return self._rollout(spec, None, builder, group, None), snapshot, trunk.request
 
     async def _branch(self, spec: TrialSpec, number: int, group: Group, snapshot: Image, prefix: Request) -> Rollout:
         name = f"branch-{number}"
-        one, builder = _Branch(self._own(replace(spec, name=name)), self.policy, prefix), SampleBuilder()
+        branch, builder = _Branch(self._own(replace(spec, name=name)), self.policy, prefix), SampleBuilder()
         spec = replace(
             spec,
             name=name,
             directory=self.place / name,
             attempt=number,
-            policy=one,
+            policy=branch,
             sandbox=replace(spec.sandbox, snapshot=snapshot),
             on_generation=lambda _, each: builder.add(each),
         )
         result = await run_trial(spec, self.services)
         group.finished += 1
         group.graded += result.rewards is not None
-        return self._rollout(spec, result, builder, group, one)
+        return self._rollout(spec, result, builder, group, branch)
 
     def _own(self, spec: TrialSpec) -> Policy:
-        """The policy of one rollout. A server's history is replaced in this process too, so it is called from here."""
+        """The policy of one rollout. A server is called from this process, which replaces the history."""
         own = for_session(self.policy, {"trial": spec.name})
         if callable(own):
             return own

@@ -1,4 +1,5 @@
-"""Finds a module with `load_environment()`: a file, a directory, an importable name, or one below `./environments`."""
+"""Loads environments from modules with `load_environment()`: a file, a directory, an importable name, or a name below
+`./environments`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ ENVIRONMENTS = Path("environments")
 
 
 class MissingKeyError(UsageError, ValueError):
-    """A variable that an environment needs is not set."""
+    """A required environment variable is not set."""
 
     code = "missing_key"
 
@@ -29,7 +30,7 @@ def ensure_keys(keys: list[str]) -> None:
 
 
 def load_environment(env_id: str, **env_args: Any) -> RolloutEnvironment:
-    """The environment that a module's `load_environment(**env_args)` gives. `UsageError` if there is none."""
+    """Call `load_environment(**env_args)` of a module and return its environment."""
     module = _find(env_id)
     load = getattr(module, "load_environment", None)
     if load is None:
@@ -41,7 +42,7 @@ def load_environment(env_id: str, **env_args: Any) -> RolloutEnvironment:
     if not isinstance(environment, RolloutEnvironment):
         kind = f"{type(environment).__module__}.{type(environment).__name__}"
         hint = "import pier.rollout as vf, instead of verifiers" if kind.startswith("verifiers") else None
-        raise UsageError(f"load_environment() of {env_id} gave a {kind}: expected an Environment", hint=hint)
+        raise UsageError(f"load_environment() of {env_id} returned a {kind}: expected an Environment", hint=hint)
     environment.env_id = environment.env_id or module.__name__.rpartition(".")[2].replace("_", "-")
     environment.env_args = environment.env_args or env_args
     return environment
@@ -53,8 +54,8 @@ def _find(env_id: str) -> ModuleType:
         raise UsageError(f"unsupported configuration file {env_id}", hint=hint, code="not-done")
     name = env_id.rsplit("/", 1)[-1].replace("-", "_")
     for path in (Path(env_id), ENVIRONMENTS / name, ENVIRONMENTS / f"{name}.py"):
-        if (place := _file(path)) is not None:
-            return _load_file(place)
+        if (file := _file(path)) is not None:
+            return _load_file(file)
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -67,13 +68,13 @@ def _find(env_id: str) -> ModuleType:
 
 
 def _file(path: Path) -> Path | None:
-    """The file of a module: itself, or the one in a directory that has its name."""
+    """The source file at `path`: the file itself, or the module of the directory's name in it."""
     if path.is_file() and path.suffix == ".py":
         return path
     if path.is_dir():
         inside = path.resolve().name.replace("-", "_")
-        found = (path / f"{inside}.py", path / inside / "__init__.py", path / "__init__.py")
-        return next((each for each in found if each.is_file()), None)
+        candidates = (path / f"{inside}.py", path / inside / "__init__.py", path / "__init__.py")
+        return next((each for each in candidates if each.is_file()), None)
     return None
 
 

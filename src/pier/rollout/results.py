@@ -1,13 +1,13 @@
-"""What rollouts came to: one row each, the numbers over all of them, and both on disk.
+"""Results of rollouts: one row each, and metadata with the numbers over all of them, in memory and on disk.
 
-`results.jsonl` gets a row as soon as a group is scored; `metadata.json` is replaced with each. A run that was killed
-goes on from there (`results_path`). Rollouts without a reward count in no mean and make no pass@k: they are reported as
-errors.
+Each scored group is appended to `results.jsonl`, and `metadata.json` is replaced. A killed run resumes from these
+files. Rollouts without a reward are excluded from means and pass@k and reported as errors.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections import Counter, defaultdict
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,16 @@ from pier import __version__, files
 from pier.errors import JobError, UsageError
 from pier.figures import mean, means, pass_all_k, pass_at_k
 from pier.job.ledger import owning
+from pier.rollout.dataset import Row
 from pier.rollout.export import rows_of, sink_for
-from pier.rollout.samples import SampleOrigin
+from pier.rollout.samples import Counts, SampleOrigin
 from pier.rollout.state import RolloutTiming, State, error_data, is_fault
 from pier.trajectory.model import whole_characters
 
 Output = dict[str, Any]
 _RESULTS, _METADATA = "results.jsonl", "metadata.json"
 _SAME = ("env_id", "env_args", "model", "rollouts_per_example", "sampling_args", "shuffle", "shuffle_seed")
-"""What a run that goes on from an earlier one must have in common with it."""
+"""Settings that must be the same to resume an earlier run."""
 
 
 def default_path(env_id: str, model: str) -> Path:
@@ -39,7 +41,7 @@ def default_path(env_id: str, model: str) -> Path:
 
 
 def output_of(state: State, columns: Iterable[str] = ()) -> Output:
-    """The row of a rollout; `columns` are further keys of its state."""
+    """The row of a rollout; `columns` are additional keys of its state."""
     timing, error = state["timing"], state.get("error")
     output: Output = {
         "example_id": state["example_id"],
@@ -60,6 +62,8 @@ def output_of(state: State, columns: Iterable[str] = ()) -> Output:
         output["advantage"] = state["advantage"]
     if (usage := _usage(state)) is not None:
         output["token_usage"] = usage
+    if (counts := state.get("sample_counts")) is not None and counts.sampled_tokens:
+        output["sample_counts"] = counts.as_dict()
     if error is not None:
         output["error_chain"] = output["error"]["error_chain_repr"]
         output["long_error_chain"] = output["error"]["error_chain_str"]
@@ -70,7 +74,7 @@ def output_of(state: State, columns: Iterable[str] = ()) -> Output:
 
 
 def _saved(messages: Any) -> Any:
-    """Messages with each tool call as JSON text, so that rows of different tools have one type."""
+    """Messages with each tool call as JSON text, so that rows with different tools have the same type."""
     if not isinstance(messages, list):
         return messages
     rows = []
@@ -119,7 +123,7 @@ def _as_json(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ResultsHeader:
-    """What was asked for."""
+    """The settings of a run."""
 
     env_id: str
     env_args: Mapping[str, Any]
@@ -132,27 +136,35 @@ class ResultsHeader:
     state_columns: list[str]
     shuffle: bool = False
     shuffle_seed: int | None = None
+    dataset_digest: str | None = None
 
 
 @dataclass(slots=True)
 class Results:
-    """The rows so far. `save` writes new ones to the directory `path`."""
+    """The rows so far. `save` appends new ones to the files in the directory `path`."""
 
     header: ResultsHeader
     path: Path
     outputs: list[Output] = field(default_factory=list)
     began: float = field(default_factory=time.time)
 
-    def load(self, counts: Mapping[Any, int]) -> list[Output]:
-        """Take the rows of an earlier run in `path`, of each example at most as many as `counts` has. `UsageError` if
-        that run was of something else."""
+    def load(self, rows: list[Row]) -> list[Output]:
+        """Add the results of an earlier run in `path` that belong to these rows of the dataset. `UsageError` if that
+        run had other settings or another dataset; a larger `num_examples` is fine."""
         saved = _read_metadata(self.path)
-        wanted = {name: _plain(getattr(self.header, name), name) for name in _SAME}
-        differs = [name for name, value in wanted.items() if saved.get(name, value) != value]
-        if differs or saved.get("num_examples", 0) > self.header.num_examples:
-            what = ", ".join(f"{name} was {saved.get(name)!r}" for name in differs or ["num_examples"])
-            raise UsageError(f"cannot resume {self.path}: {what}", hint="use the same settings, or another directory")
-        seen: Counter[Any] = Counter()
+        settings = {name: _plain(getattr(self.header, name), name) for name in _SAME}
+        differing = [name for name, value in settings.items() if saved.get(name, value) != value]
+        if not differing and saved.get("num_examples", 0) > self.header.num_examples:
+            differing = ["num_examples"]
+        problem = ", ".join(f"{name} was {saved.get(name)!r}" for name in differing)
+        digest = saved.get("dataset_digest")
+        if not differing and digest and digest != dataset_digest(rows, saved.get("num_examples", 0)):
+            problem = "the rows of its dataset were different"
+        if problem:
+            raise UsageError(
+                f"cannot resume {self.path}: {problem}", hint="use the same settings and dataset, or another directory"
+            )
+        counts, seen = Counter(row["example_id"] for row in rows), Counter[Any]()
         for row in files.read_journal(self.path / _RESULTS):
             if isinstance(row, dict) and "reward" in row and isinstance(row.get("example_id"), int | str):
                 seen[row["example_id"]] += 1
@@ -166,14 +178,15 @@ class Results:
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Be the only run that writes to the directory; `UsageError` if there is another."""
+        """Lock the directory; `UsageError` if another run writes to it."""
         self.path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             try:
                 stack.enter_context(owning(self.path))
             except JobError as error:
-                said = f"cannot save to {self.path}: another run does"
-                raise UsageError(said, hint="wait for its end, or use another directory") from error
+                raise UsageError(
+                    f"cannot save to {self.path}: another run does", hint="wait for its end, or use another directory"
+                ) from error
             yield
 
     def start(self) -> None:
@@ -190,8 +203,8 @@ class Results:
         self.save_metadata()
 
     def save_metadata(self) -> None:
-        known = {name: value for name, value in self.metadata().items() if name not in ("path_to_save", "date")}
-        files.write_json(self.path / _METADATA, known)
+        saved = {name: value for name, value in self.metadata().items() if name not in ("path_to_save", "date")}
+        files.write_json(self.path / _METADATA, saved)
 
     def metadata(self) -> dict[str, Any]:
         head, rewards = self.header, [row["reward"] for row in self.outputs if row.get("reward") is not None]
@@ -210,11 +223,42 @@ class Results:
             "version_info": {"pier_version": __version__},
             "path_to_save": self.path,
             "tools": None,
+            **self._sample_counts(),
         }
 
+    def _sample_counts(self) -> dict[str, Any]:
+        known = [row["sample_counts"] for row in self.outputs if row.get("sample_counts")]
+        total = Counts()
+        for each in known:
+            total.add(Counts(**{name: each[name] for name in Counts.__dataclass_fields__}))
+        return {"sample_counts": total.as_dict()} if known else {}
+
     def as_dict(self) -> dict[str, Any]:
-        """`outputs`, those of one example together, and `metadata`."""
+        """`outputs`, ordered by example, and `metadata`."""
         return {"outputs": sorted(self.outputs, key=lambda row: row["example_id"]), "metadata": self.metadata()}
+
+
+def dataset_digest(rows: Iterable[Row], num_examples: int) -> str:
+    """A digest of the rows of the first `num_examples` examples."""
+    digest, examples = blake2b(digest_size=16), set[Any]()
+    for row in rows:
+        if row["example_id"] in examples or len(examples) < num_examples:
+            examples.add(row["example_id"])
+            digest.update(json.dumps(_stable(row)).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _stable(value: Any) -> Any:
+    """A value as JSON that is the same in each process: no order of keys, no addresses of objects."""
+    if isinstance(value, Mapping):
+        return {str(key): _stable(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, list | tuple):
+        return [_stable(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:
@@ -225,29 +269,29 @@ def _read_metadata(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def pass_rates(outputs: list[Output], wanted: int, threshold: float) -> tuple[dict[str, float], dict[str, float]]:
-    """For k = 1, 2, 4, ...: how likely one of k rollouts passes, and how likely all do, without bias, as means over the
-    examples whose rollouts all have a reward."""
+def pass_rates(outputs: list[Output], size: int, threshold: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Unbiased pass@k and pass^k for k = 1, 2, 4, ... as means over the examples whose `size` rollouts all have a
+    reward."""
     groups: dict[Any, list[float | None]] = defaultdict(list)
     for row in outputs:
         groups[row["example_id"]].append(row.get("reward"))
     whole = [[r for r in group if r is not None] for group in groups.values()]
-    whole = [group for group in whole if len(group) == wanted]
-    if wanted < 2 or not whole:
+    whole = [group for group in whole if len(group) == size]
+    if size < 2 or not whole:
         return {}, {}
     passed = [sum(reward >= threshold for reward in group) for group in whole]
-    powers = [1 << power for power in range(wanted.bit_length())]
+    powers = [1 << power for power in range(size.bit_length())]
 
     def rates(estimate: Callable[[int, int, int], float]) -> dict[str, float]:
-        return {str(k): mean(estimate(wanted, good, k) for good in passed) or 0.0 for k in powers}
+        return {str(k): mean(estimate(size, good, k) for good in passed) or 0.0 for k in powers}
 
     return rates(pass_at_k), rates(pass_all_k)
 
 
 @contextmanager
 def sample_writer(path: Path, form: str = "pier") -> Iterator[Callable[[State], None]]:
-    """Writes the training samples of rollouts to a file, JSON lines or Parquet. It is there at the end; also when that
-    is an error or Ctrl-C, with the rollouts that were finished, if there are any."""
+    """A function that writes the training samples of a rollout to a file in JSON lines or Parquet. The file appears at
+    the end; after an error or Ctrl-C it has the samples of the finished rollouts, if any."""
     written, stopped = 0, None
     with sink_for(path) as sink:
 
@@ -268,7 +312,7 @@ def sample_writer(path: Path, form: str = "pier") -> Iterator[Callable[[State], 
 
 
 def origin_of(state: State) -> SampleOrigin:
-    """The rollout that samples belong to. Without a reward it has none, which is not 0."""
+    """The origin of a rollout's samples. A missing reward stays None."""
     error, reward = state.get("error"), state.get("reward")
     metrics = {name: value for name, value in (state.get("metrics") or {}).items() if value is not None}
     return SampleOrigin(

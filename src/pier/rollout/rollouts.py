@@ -1,13 +1,13 @@
-"""Rollouts: groups of trials of each task on a model of one's own, as a stream of rewards and exact samples.
+"""Rollouts: groups of trials of each task on your own model, as a stream of rewards and exact samples.
 
-A rollout is a trial of a job, with the job's schedule, retries and blame; its samples are made in memory from the calls
-as they end. Without a directory for the job, one is made for the run and each trial's files go when it is over.
+A rollout is a trial of a job, with the job's schedule, retries and blame; its samples are made in memory as calls end.
+Without `jobs_dir` the job has a temporary directory, and each trial's files are removed once it ended.
 
-- A fault of the infrastructure is tried again. If it still fails, its rollout has no reward and no sample to train, as
-  one that the policy or its provider failed has none. Neither is ever a zero.
-- Back-pressure: `ahead` rollouts may wait for the consumer; then nothing further begins until one is taken.
-- A group's members that run when its deadline passes are cut off, as are those whose first call is older than
-  `max_staleness` versions of the policy. The others are delivered, and the group is `partial`.
+- Faults of the infrastructure are retried. A rollout that still fails, or that the policy or its provider failed, has
+  no reward and no trainable sample. Neither is ever a zero.
+- Back-pressure: while `ahead` finished rollouts wait for the consumer, no further one starts.
+- Members of a group that still run at its deadline are cancelled, as are those whose first call is more than
+  `max_staleness` versions of the policy old. The others are delivered, and the group is `partial`.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 
 KINDS = ("main", "sub_agent")
 POLICY = "policy"
-"""The name of a model that is an object of this program."""
+"""The model name of a policy object."""
 
 
 @dataclass(slots=True)
 class Group:
-    """The rollouts of one agent on one task. `finished` members ended in some way, `graded` ones have a reward."""
+    """The rollouts of one agent on one task. `finished` counts the members that ended, `graded` those with a reward."""
 
     id: str
     task: str
@@ -65,22 +65,22 @@ class Group:
     finished: int = 0
     graded: int = 0
     ends_at: float | None = None
-    """When its members are cut off, by the event loop's clock."""
+    """Its deadline, by the event loop's clock."""
 
     @property
     def closed(self) -> bool:
-        """Whether no further member will come."""
+        """Whether all members ended."""
         return self.finished >= self.size
 
     @property
     def partial(self) -> bool:
-        """Whether it is closed and some of its members have no reward."""
+        """Whether it is closed and a member has no reward."""
         return self.closed and self.graded < self.size
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutPart:
-    """What one session of a rollout gave; a task with steps has one for each step."""
+    """The samples of one session of a rollout; a task with steps has one session per step."""
 
     origin: SampleOrigin
     samples: tuple[Sample, ...]
@@ -89,8 +89,8 @@ class RolloutPart:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One trial that is over. `reward` is None without a verdict, which is not a zero; `fault` says who is to blame
-    then: infra, provider, task or user."""
+    """One finished trial. `reward` is None without a verdict, which is not a zero; `fault` is the blame then (infra,
+    provider, task or user)."""
 
     id: str
     group: Group
@@ -121,7 +121,7 @@ class Rollout:
 
     @property
     def counts(self) -> Counts:
-        """What became of its calls: prefix-match rate, trained share, breaks."""
+        """The counts of its calls: prefix-match rate, trained share, breaks."""
         total = Counts()
         for part in self.parts:
             total.add(part.counts)
@@ -137,7 +137,7 @@ class Rollout:
         return tuple(dict.fromkeys(version for sample in self.samples for version in sample.weights))
 
     def rows(self, form: str = "pier", *, trainable_only: bool = False) -> list[Row]:
-        """Its samples as rows of an export, without secrets."""
+        """Its samples as rows of an export, with secrets redacted."""
         rows = (rows_of(part.samples, part.origin, form, trainable_only=trainable_only) for part in self.parts)
         return [self.redactor.value(row) for part in rows for row in part]
 
@@ -158,14 +158,14 @@ def make_rollout(
     sessions: Mapping[str | None, tuple[Sequence[Sample], Counts, Path | None]],
     **more: Any,
 ) -> Rollout:
-    """A rollout from its trial's result, or what is known without one, and by step the samples of its sessions with the
-    place of their recording."""
-    known = result.model_dump(mode="json") if isinstance(result, TrialResult) else result
+    """Make a rollout from its trial's result (or the known part of one) and, by step, the samples, counts and recording
+    of its sessions."""
+    fields = result.model_dump(mode="json") if isinstance(result, TrialResult) else result
     parts = tuple(
-        RolloutPart(origin_of(known, step, name, place), tuple(samples), counts)
+        RolloutPart(origin_of(fields, step, name, place), tuple(samples), counts)
         for step, (samples, counts, place) in sessions.items()
     )
-    whole = origin_of(known, None, name)
+    whole = origin_of(fields, None, name)
     return Rollout(
         id=name,
         group=group,
@@ -189,15 +189,15 @@ class RolloutLimits:
     kinds: Collection[str] = KINDS
 
 
-class _Try:
-    """One try of a rollout: its calls, and what may cut it off."""
+class _Attempt:
+    """One attempt at a rollout: its calls and its timeout."""
 
     def __init__(self, spec: TrialSpec, environ: Mapping[str, str]) -> None:
         self.builders: dict[str | None, SampleBuilder] = {}
         self.result: TrialResult | None = None
         self.cut: str | None = None
         self.version: str | None = None
-        """Of its first call."""
+        """Version of the policy in its first call."""
         self.clock: asyncio.Timeout | None = None
         self.redactor = Redactor((*spec.secrets, *trial_secrets(spec, environ)))
 
@@ -208,8 +208,8 @@ class _Try:
 
 
 class RolloutCollector:
-    """Takes part in a job (`pier.job.runner.TrialHook`) and makes a `Rollout` of each of its trials. `policy` answers
-    for every agent's model if it is given."""
+    """A hook of a job (`pier.job.runner.TrialHook`) that emits a `Rollout` for each trial. `policy` replaces the models
+    of all agents."""
 
     def __init__(
         self,
@@ -225,15 +225,15 @@ class RolloutCollector:
         self._limits = limits
         self._recorded = recorded
         self._window = window
-        """Holds a place for each rollout that runs, or that its consumer has not taken."""
-        self._tries: dict[str, _Try] = {}
+        """Acquired by each rollout until its consumer takes it."""
+        self._attempts: dict[str, _Attempt] = {}
         self._groups: dict[tuple[int, int], Group] = {}
         self._versions: list[str] = []
         self._env: Mapping[str, str] = {}
         self._job: OpenJob | None = None
 
     def opened(self, job: OpenJob, env: Mapping[str, str]) -> None:
-        """Note the groups; rollouts that an earlier run of the job finished come first, from its directory."""
+        """Collect the groups, and emit the rollouts that an earlier run of the job finished."""
         self._job, self._env = job, env
         plan = job.ledger.plan
         for trial in plan.trials:
@@ -253,65 +253,66 @@ class RolloutCollector:
         return self._groups[place]
 
     async def run(self, trial: PlannedTrial, spec: TrialSpec, go: RunSpec) -> TrialResult:
-        """One try, within the limits of its group."""
+        """Run one attempt within the limits of its group."""
         if self._window is not None:
             await self._window.acquire()
-        one, group, loop = _Try(spec, self._env), self._group(trial), asyncio.get_running_loop()
-        self._tries[trial.id] = one
+        current, group, loop = _Attempt(spec, self._env), self._group(trial), asyncio.get_running_loop()
+        self._attempts[trial.id] = current
         if group.ends_at is None and self._limits.deadline is not None:
             group.ends_at = loop.time() + self._limits.deadline
 
         def watch(step: str | None, generation: Generation) -> None:
-            one.builders.setdefault(step, SampleBuilder()).add(generation)
-            self._check_age(one, generation)
+            current.builders.setdefault(step, SampleBuilder()).add(generation)
+            self._check_age(current, generation)
 
         spec = replace(spec, policy=self._policy, on_generation=watch, recorded=self._recorded)
-        one.clock = asyncio.timeout_at(group.ends_at)
+        current.clock = asyncio.timeout_at(group.ends_at)
         try:
-            async with one.clock:
-                one.result = await go(spec)
+            async with current.clock:
+                current.result = await go(spec)
         except TimeoutError:
-            if not one.clock.expired():
+            if not current.clock.expired():
                 raise
-            reason = one.cut or "deadline"
-            words = {"deadline": "its group's deadline passed", "stale": "its policy is too old"}
-            raise JobError(f"the rollout was cut off: {words[reason]}", code=f"rollout-{reason}") from None
-        return one.result
+            code = current.cut or "deadline"
+            reasons = {"deadline": "its group's deadline passed", "stale": "its policy is too old"}
+            raise JobError(f"the rollout was cut off: {reasons[code]}", code=f"rollout-{code}") from None
+        return current.result
 
-    def _check_age(self, one: _Try, generation: Generation) -> None:
-        """Cut a rollout off whose first call is too many versions old."""
+    def _check_age(self, current: _Attempt, generation: Generation) -> None:
+        """Cancel a rollout whose first call is too many versions old."""
         tokens = generation.node.turn.tokens if generation.node.turn else None
         version = tokens.weights if tokens else None
         for known in (version, version_of(self._policy)):
             if known is not None and known not in self._versions:
                 self._versions.append(known)
-        one.version = one.version or version
-        if self._limits.max_staleness is None or one.version is None:
+        current.version = current.version or version
+        if self._limits.max_staleness is None or current.version is None:
             return
-        if len(self._versions) - 1 - self._versions.index(one.version) > self._limits.max_staleness:
-            one.cut_off("stale")
+        if len(self._versions) - 1 - self._versions.index(current.version) > self._limits.max_staleness:
+            current.cut_off("stale")
 
-    def started(self, trial: PlannedTrial, number: int) -> None:
-        """A try began."""
+    def started(self, trial: PlannedTrial, number: int) -> None: ...
 
     def retrying(self, trial: PlannedTrial, outcome: Outcome, wait: float) -> None:
-        if self._tries.pop(trial.id, None) is not None and self._window is not None:
+        if self._attempts.pop(trial.id, None) is not None and self._window is not None:
             self._window.release()
 
     def ended(self, trial: PlannedTrial, outcome: Outcome) -> None:
         if outcome.cancelled:
             self.retrying(trial, outcome, 0)
             return
-        one = self._tries.pop(trial.id, None)  # None if it failed before it could begin
-        builders = (one.builders if one else None) or {None: SampleBuilder()}
+        current = self._attempts.pop(trial.id, None)  # None if it failed before its start
+        builders = (current.builders if current else None) or {None: SampleBuilder()}
         sessions = {step: (*builder.samples(self._limits.kinds), None) for step, builder in builders.items()}
-        self._add(trial, outcome, one.result if one else None, sessions, one.redactor if one else Redactor())
+        self._add(
+            trial, outcome, current.result if current else None, sessions, current.redactor if current else Redactor()
+        )
         if not self._recorded and self._job is not None:
             with contextlib.suppress(OSError):
                 beneath.remove(str(self._job.trial_path(trial)))
 
     def _read(self, trial: PlannedTrial, outcome: Outcome) -> None:
-        """Add a rollout of an earlier run, from its directory."""
+        """Emit a rollout of an earlier run, read from its directory."""
         assert self._job is not None
         directory, result, sessions = self._job.trial_path(trial), None, {}
         with contextlib.suppress(JobError):
@@ -349,7 +350,7 @@ class RolloutCollector:
 
 
 def _without_result(trial: PlannedTrial, outcome: Outcome) -> dict[str, Any]:
-    """What is known of a trial that sealed no result."""
+    """The fields of a result for a trial without one."""
     fault = outcome.fault or Fault("PierError", "unknown", "infra", False, "")
     return {
         "trial_name": trial.name,
@@ -359,7 +360,7 @@ def _without_result(trial: PlannedTrial, outcome: Outcome) -> dict[str, Any]:
 
 
 class Rollouts:
-    """A stream of rollouts; `rollouts` makes it. Leaving the loop or the context ends what still runs."""
+    """A stream of rollouts, made by `rollouts`. Leaving the loop or the context cancels those that still run."""
 
     def __init__(
         self,
@@ -405,7 +406,7 @@ class Rollouts:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End what still runs; comes back when its sandboxes are gone. Idempotent."""
+        """Cancel running rollouts, and return once their sandboxes are removed. Idempotent."""
         task, self._task = self._task, None
         if task is not None and not task.done():
             task.cancel()
@@ -416,7 +417,7 @@ class Rollouts:
 
     async def _iterate(self) -> AsyncGenerator[Rollout, None]:
         if self._task is not None:
-            raise UsageError("these rollouts run already", hint="call rollouts() again for others")
+            raise UsageError("these rollouts are already running", hint="call rollouts() again for others")
         self._task = task = asyncio.create_task(self._run())
         try:
             while (rollout := await self._done.get()) is not None:
@@ -427,11 +428,11 @@ class Rollouts:
             await asyncio.shield(self.aclose())
 
     async def groups(self) -> AsyncGenerator[list[Rollout], None]:
-        """The same, a whole group at a time, as soon as its last member ended."""
+        """Yield whole groups, each as soon as its last member ended."""
         waiting: dict[int, list[Rollout]] = {}
         async with contextlib.aclosing(self._iterate()) as stream:
             async for rollout in stream:
-                members = waiting.setdefault(id(rollout.group), [])  # two groups may be of tasks with one name
+                members = waiting.setdefault(id(rollout.group), [])  # tasks of two groups may have the same name
                 members.append(rollout)
                 if rollout.group.closed and len(members) == rollout.group.size:
                     yield waiting.pop(id(rollout.group))
@@ -440,15 +441,15 @@ class Rollouts:
 def agent_on(
     policy: Upstream, agent: str | AgentConfig, sampling: Sampling | None, budget: Budget | None
 ) -> AgentConfig:
-    """The settings of an agent whose model is `policy`. Its limits that `budget` does not name stay."""
+    """The settings of an agent with `policy` as its model. Limits that `budget` does not set stay."""
     settings = AgentConfig(name=agent) if isinstance(agent, str) else agent
     model = policy if isinstance(policy, str) else settings.model_name or POLICY
     update: dict[str, Any] = {"model_name": model}
     if sampling is not None:
         update["sampling"] = sampling.given()
     if budget is not None:
-        given = {name: limit for name, limit in asdict(budget).items() if limit is not None}
-        update["budget"] = BudgetConfig(**settings.budget.model_dump() | given)
+        limits = {name: limit for name, limit in asdict(budget).items() if limit is not None}
+        update["budget"] = BudgetConfig(**settings.budget.model_dump() | limits)
     return settings.model_copy(update=update)
 
 
@@ -473,13 +474,13 @@ def rollouts(
     env: Mapping[str, str] | None = None,
     yes: bool = False,
 ) -> Rollouts:
-    """Run `agent` on each of `tasks`, `group` times, with `policy` as its model; rollouts come as they finish.
+    """Run `agent` on each of `tasks`, `group` times, with `policy` as its model, and stream the finished rollouts.
 
-    `policy` is a callable, `Replicas`, a provider, or a model's name as `pier run -m` takes it. `sampling` replaces the
+    `policy` is a callable, `Replicas`, a provider, or a model's name as in `pier run -m`. `sampling` replaces the
     agent's own parameters. `deadline` is in seconds for each group, `max_staleness` in versions of the policy;
-    `retries` are for faults of the infrastructure. `ahead` rollouts may wait for the consumer, by default
-    as many as may run. With `jobs_dir` all of it is a job there, which is continued if it was interrupted. `yes` lets
-    tasks have the variables of yours that they ask for.
+    `retries` apply to faults of the infrastructure. At most `ahead` finished rollouts (by default `concurrency`) wait
+    for the consumer. With `jobs_dir` the run is a job there, resumed if it was interrupted. `yes` grants tasks the
+    environment variables that they request.
     """
     named = isinstance(policy, str)
     places = [tasks] if isinstance(tasks, str | Path) else tasks

@@ -1,13 +1,13 @@
-"""Reward functions with weights, as users of `verifiers` write them: plain or async, each takes what it names.
+"""Rubrics: reward functions with weights, as users of `verifiers` write them, plain or async.
 
-A rollout function may name `prompt`, `completion`, `answer`, `state`, `info`, `task`, any column of its row, and what
-`add_class_object` put there. A group function names `states`, `prompts`, `completions`, `answers`, `tasks` or `infos`,
-or says that it returns a list, and scores all rollouts of one example at once. A rollout with a fault of infrastructure
-or provider is not scored: its reward is None, which is not 0. Neither is one whose reward function raised or
-gave no finite number.
+The parameters of a function select its arguments: `prompt`, `completion`, `answer`, `state`, `info`, `task`, any column
+of its row, and objects added by `add_class_object`. A group function has a parameter `states`, `prompts`,
+`completions`, `answers`, `tasks` or `infos`, or is annotated to return a list, and scores all rollouts of an example
+together. A rollout with a fault of the infrastructure or the provider has the reward None, not 0; so has one whose
+reward function raised or returned no finite number.
 
-Methods of an environment or rubric that are marked with `@stop`, `@cleanup` or `@teardown` are called at that moment,
-with the arguments that they name; those with a higher `priority` come first.
+Methods of environments and rubrics marked `@stop`, `@cleanup` or `@teardown` get arguments in the same way; those with
+a higher `priority` are called first.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
-from types import FunctionType
+from functools import cache
 from typing import Any, Literal, TypeVar, get_origin
 
 from pier.errors import UsageError, VerifierError
@@ -41,15 +40,15 @@ def _marker(mark: Mark) -> Any:
 
 
 stop = _marker("stop")
-"""Mark a method as a stop condition: it takes the state and says whether the rollout is over."""
+"""Mark a method as a stop condition, which returns whether the rollout is over."""
 cleanup = _marker("cleanup")
-"""Mark a method to be called at the end of each rollout, while its sandbox is still there."""
+"""Mark a method to be called at the end of each rollout, before its sandbox is removed."""
 teardown = _marker("teardown")
-"""Mark a method to be called when the environment is done with."""
+"""Mark a method to be called once no rollout needs the environment any more."""
 
 
 def marked(owner: object, mark: Mark) -> list[Callable[..., Any]]:
-    """The marked methods of an object in the order in which they are called."""
+    """The marked methods of an object, by priority."""
     return [getattr(owner, name) for name in _marked_names(type(owner), mark)]
 
 
@@ -61,22 +60,12 @@ def _marked_names(kind: type, mark: Mark) -> list[str]:
 
 
 async def call_named(func: Callable[..., Any], objects: Mapping[str, Any]) -> Any:
-    """Call a plain or async function with those of the objects that it names; with all if it takes any."""
-    inner = getattr(func, "__func__", func)
-    read = _names_in if isinstance(inner, FunctionType) else _names_in.__wrapped__
-    if (named := read(inner, inner is not func)) is not None:
-        objects = {name: value for name, value in objects.items() if name in named}
-    found = func(**objects)
-    return await found if inspect.isawaitable(found) else found
-
-
-@lru_cache(256)
-def _names_in(func: Callable[..., Any], bound: bool) -> list[str] | None:
-    """The arguments that a function names, without that of a bound method's object; None if it takes any. Kept, since
-    stop conditions are asked after each turn."""
+    """Call a plain or async function with the objects that its parameters name, or all with `**kwargs`."""
     parameters = inspect.signature(func).parameters
-    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return None if any_name else list(parameters)[bound:]
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        objects = {name: value for name, value in objects.items() if name in parameters}
+    result = func(**objects)
+    return await result if inspect.isawaitable(result) else result
 
 
 RewardFunc = Callable[..., Any]
@@ -85,7 +74,7 @@ _INPUT = frozenset({"prompt", "answer", "info", "example_id"})
 
 
 class Parser:
-    """Takes the answer out of a completion: the text of the agent's last message, through `extract_fn`."""
+    """Extracts the answer from a completion: the text of the agent's last message, passed through `extract_fn`."""
 
     def __init__(self, extract_fn: Callable[[str], Any] = lambda text: text) -> None:
         self.extract_fn = extract_fn
@@ -97,11 +86,11 @@ class Parser:
         return [message for message in completion if message["role"] == "assistant"]
 
     def parse_answer(self, completion: Messages | str) -> Any:
-        """None if the agent's model gave no answer."""
+        """Return None if the model gave no answer."""
         if isinstance(completion, str):
             return self.parse(completion)
-        said = self.get_assistant_messages(completion)
-        return self.parse(_text(said[-1].get("content"))) if said else None
+        answers = self.get_assistant_messages(completion)
+        return self.parse(_text(answers[-1].get("content"))) if answers else None
 
 
 def _text(content: Any) -> str:
@@ -115,19 +104,19 @@ class Rubric:
 
     def __init__(
         self,
-        *given: RewardFunc | Sequence[RewardFunc],
+        *functions: RewardFunc | Sequence[RewardFunc],
         funcs: Sequence[RewardFunc] | None = None,
         weights: Sequence[float] | None = None,
         parser: Any = None,
     ) -> None:
         self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
         self.funcs: list[RewardFunc] = []
-        for each in given:
+        for each in functions:
             self.funcs += [each] if callable(each) else each
         self.funcs += funcs or ()
         self.weights: list[float] = list(weights) if weights else [1.0] * len(self.funcs)
         if len(self.weights) != len(self.funcs):
-            raise UsageError(f"{len(self.weights)} weights for {len(self.funcs)} reward functions: expected as many")
+            raise UsageError(f"{len(self.weights)} weights for {len(self.funcs)} reward functions: expected one each")
         self.parser = parser or Parser()
         self.class_objects: dict[str, Any] = {"parser": self.parser}
 
@@ -136,11 +125,11 @@ class Rubric:
         self.weights.append(weight)
 
     def add_metric(self, func: RewardFunc, weight: float = 0.0) -> None:
-        """A number that is reported and does not count."""
+        """Add a function whose score is reported and, by default, does not count in the reward."""
         self.add_reward_func(func, weight)
 
     def add_class_object(self, name: str, obj: Any) -> None:
-        """Something that reward functions may name."""
+        """Make an object available to reward functions as the parameter `name`."""
         self.class_objects[name] = obj
 
     @property
@@ -148,23 +137,21 @@ class Rubric:
         return any(map(is_group, self.funcs))
 
     async def cleanup(self, state: State) -> None:
-        """Call the methods that are marked with `cleanup`."""
         for handler in marked(self, "cleanup"):
             await call_named(handler, {**objects_of(state), **self.class_objects})
 
     async def teardown(self) -> None:
-        """Call the methods that are marked with `teardown`."""
         for handler in marked(self, "teardown"):
             await call_named(handler, {})
 
     async def score_rollout(self, state: State) -> None:
-        """Set `reward` and `metrics` of one rollout. `UsageError` if the rubric compares rollouts of a group."""
+        """Set `reward` and `metrics` of one rollout. `UsageError` if the rubric has group functions."""
         if self.has_group_rewards:
             raise UsageError("this rubric has group rewards: score the whole group", hint="independent_scoring=False")
         await self._score([state], "score_rollout")
 
     async def score_group(self, states: list[State]) -> None:
-        """Set `reward`, `metrics` and `advantage` (the reward less the group's mean) of rollouts of one example."""
+        """Set `reward`, `metrics` and `advantage` (the reward minus the group's mean) of rollouts of one example."""
         await self._score(states, "score_group")
         average = mean(state["reward"] for state in states if state.get("reward") is not None)
         for state in states:
@@ -176,13 +163,10 @@ class Rubric:
 
     async def _score(self, states: list[State], method: str) -> None:
         """Set `reward` and `metrics` on behalf of a public `method`."""
-        sound = [state for state in states if not is_fault(state.get("error"))]
         for state in states:
-            state["reward"], state["metrics"] = None, {}
-        for state in sound:
-            state["reward"] = 0.0
+            state["reward"], state["metrics"] = None if is_fault(state.get("error")) else 0.0, {}
         for func, weight in zip(self.funcs, self.weights, strict=True):
-            for state, score in await self._scores(func, [state for state in sound if state["reward"] is not None]):
+            for state, score in await self._scores(func, [state for state in states if state["reward"] is not None]):
                 _add(state, name_of(func), score, weight)
 
     async def _scores(self, func: RewardFunc, states: list[State]) -> list[tuple[State, float | Exception]]:
@@ -192,12 +176,12 @@ class Rubric:
         if not is_group(func):
             return list(zip(states, await asyncio.gather(*(_score(func, s, objects) for s in states)), strict=True))
         try:
-            found = [_number(value) for value in await call_named(func, {**group_objects(states), **objects})]
-            if len(found) != len(states):
-                raise ValueError(f"{len(found)} scores for {len(states)} rollouts")
+            scores = [_number(value) for value in await call_named(func, {**group_objects(states), **objects})]
+            if len(scores) != len(states):
+                raise ValueError(f"{len(scores)} scores for {len(states)} rollouts")
         except Exception as error:  # noqa: BLE001 - the user's own code; the rollouts report it
             return [(state, error) for state in states]
-        return list(zip(states, found, strict=True))
+        return list(zip(states, scores, strict=True))
 
 
 def _add(state: State, name: str, score: float | Exception, weight: float) -> None:
@@ -232,7 +216,7 @@ def _number(value: Any) -> float:
 
 
 def is_cancelled(error: BaseException) -> bool:
-    """Whether an error is the cancellation of this task, and not that of another one which the user's code awaited."""
+    """Whether an error is the cancellation of this task, not that of another task awaited by the user's code."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
@@ -250,7 +234,7 @@ def is_group(func: RewardFunc) -> bool:
 
 
 def objects_of(state: State) -> dict[str, Any]:
-    """What a function of one rollout may name."""
+    """The objects available to functions of one rollout."""
     row = {name: value for name, value in (state.get("input") or {}).items() if name not in _INPUT}
     return {
         **row,
@@ -264,15 +248,15 @@ def objects_of(state: State) -> dict[str, Any]:
 
 
 def group_objects(states: list[State]) -> dict[str, Any]:
-    """What a function of a group may name."""
+    """The objects available to functions of a group."""
     each = [objects_of(state) for state in states]
     names = {"prompt": "prompts", "completion": "completions", "answer": "answers", "info": "infos", "task": "tasks"}
     return {"states": states, **{plural: [objects[name] for objects in each] for name, plural in names.items()}}
 
 
 class RubricGroup(Rubric):
-    """Several rubrics as one: rewards are added up, and metrics of one name too. A rubric whose class
-    overrides `score_group` or `score_rollout` is scored by that; it gets the rollouts without a fault."""
+    """Adds up the rewards of several rubrics, and their metrics of the same name. An overridden `score_group` or
+    `score_rollout` of a rubric is called with the rollouts without a fault."""
 
     def __init__(self, rubrics: Sequence[Rubric]) -> None:
         super().__init__()
@@ -340,10 +324,11 @@ Say "yes" or "no", and nothing else."""
 
 
 class JudgeRubric(Rubric):
-    """A rubric whose functions may name `judge` and ask a model: `"yes" in await judge(prompt, completion, answer)`.
+    """A rubric whose functions may query a model by a parameter `judge`: `"yes" in await judge(prompt, completion,
+    answer)`.
 
-    `judge_client` is an object with `chat.completions.create`, by default OpenAI's. A judge that fails raises, so that
-    the rollout has no reward. Answers are kept in the state (`judge_response`), each question is asked once.
+    `judge_client` is an object with `chat.completions.create`, by default OpenAI's. An error of the judge is raised, so
+    the rollout has no reward. Answers are cached in the state (`judge_response`).
     """
 
     def __init__(
@@ -355,7 +340,7 @@ class JudgeRubric(Rubric):
         judge_prompt: str = JUDGE_PROMPT,
         **rubric: Any,
     ) -> None:
-        rubric.pop("parallelize_scoring", None)  # rollouts of a group are always judged at once
+        rubric.pop("parallelize_scoring", None)  # rollouts of a group are always judged in parallel
         super().__init__(parser=parser, **rubric)
         self.judge_client = judge_client if judge_client is not None else _openai()
         self.judge_model, self.judge_prompt = judge_model, judge_prompt
@@ -366,17 +351,17 @@ class JudgeRubric(Rubric):
     async def judge(self, prompt: Any, completion: Any, answer: Any, state: State | None = None) -> str:
         question = prompt if isinstance(prompt, str) else _text(prompt[-1].get("content")) if prompt else ""
         response = self.parser.parse_answer(completion)
-        asked = self.judge_prompt.format(question=question, answer=answer, response=response)
-        known = {} if state is None else state.setdefault("judge_response", {})
-        if asked not in known:
-            messages = [{"role": "user", "content": asked}]
+        text = self.judge_prompt.format(question=question, answer=answer, response=response)
+        cached = {} if state is None else state.setdefault("judge_response", {})
+        if text not in cached:
+            messages = [{"role": "user", "content": text}]
             sampling = {name: value for name, value in self.judge_sampling_args.items() if value is not None}
             if "max_tokens" in sampling:
                 sampling["max_completion_tokens"] = sampling.pop("max_tokens")
-            said = self.judge_client.chat.completions.create(model=self.judge_model, messages=messages, **sampling)
-            said = await said if inspect.isawaitable(said) else said
-            known[asked] = str(said.choices[0].message.content)
-        return known[asked]
+            answered = self.judge_client.chat.completions.create(model=self.judge_model, messages=messages, **sampling)
+            answered = await answered if inspect.isawaitable(answered) else answered
+            cached[text] = str(answered.choices[0].message.content)
+        return cached[text]
 
 
 def _openai() -> Any:

@@ -1,17 +1,16 @@
-"""Training samples from recordings: exact tokens, what was sampled, how likely it was, and the reward of the trial.
+"""Training samples from recordings: exact tokens, loss mask, log-probs, and the reward of the trial.
 
-A sample is one branch of the tree of calls. A later call is put onto an earlier one only where its prompt's token ids
-begin with the earlier prompt and completion, id by id; where a chat template or a client wrote the history anew, a new
-sample begins. Nothing is ever tokenised here: a call whose server gave no ids makes a sample without tokens, marked so.
-Promises, which `broken_promises` checks:
+A sample is one branch of the tree of calls. A call is appended to an earlier one only if its prompt's token ids begin
+with the earlier prompt and completion, id by id; if a chat template or a client rewrote the history, a new sample
+begins. Nothing is tokenised here: a call without token ids makes a sample without tokens. `broken_promises` checks:
 
-- `input_ids` is the prompt of the last call and its completion; mask, log-probs and ids have one length.
-- The mask is 1 on sampled tokens only, each sampled token in at most one sample; of calls that were asked twice, at
-  most one answer is trained.
-- Every token with mask 1 has a log-prob: what was sampled without is not trained.
+- `input_ids` is the prompt of the last call and its completion; mask, log-probs and ids have the same length.
+- The mask is 1 on sampled tokens only, each sampled token in at most one sample; of repeated calls, at most one answer
+  is trained.
+- Every token with mask 1 has a log-prob: tokens sampled without one are not trained.
 
-Results of trials are read as plain JSON, so those that Harbor wrote will do. A trial without a verdict has no reward,
-which is not a reward of 0; its termination says where the fault lies.
+Results of trials are read as plain JSON, Harbor's included. A trial without a verdict has no reward, which is not 0;
+`fault` and `termination_reason` give the cause.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ from pier.wire.turn import Message, Request, Turn
 log = logging.getLogger(__name__)
 
 Split = Literal["retokenised", "compaction", "history_changed", "fork", "no_tokens"]
-"""Why a sample does not go on with the one before: its prompt's ids differ from what was sampled; its history was
-replaced by a summary, or changed otherwise; another branch has that part; only one of the two has tokens."""
+"""The reason why a sample does not continue the one before: its prompt's ids differ from the sampled ones; its history
+was replaced by a summary, or changed; another branch trains the shared part; only one of the two has tokens."""
 KINDS: tuple[Kind, ...] = ("main", "sub_agent", "side", "foreign")
 
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """The tokens of a call, id by id. `logprobs` has one for each sampled token, else there are none: a tool parser may
-    hold some of them back."""
+    """The token ids of a call. `logprobs` is None unless there is one for each sampled token: tool parsers of servers
+    may drop some."""
 
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
@@ -58,8 +57,8 @@ class Exact:
         tokens = turn.tokens if turn else None
         if tokens is None or tokens.prompt_ids is None or tokens.completion_ids is None:
             return None
-        whole = tokens.logprobs is not None and len(tokens.logprobs) == len(tokens.completion_ids)
-        return cls(tokens.prompt_ids, tokens.completion_ids, tokens.logprobs if whole else None)
+        complete = tokens.logprobs is not None and len(tokens.logprobs) == len(tokens.completion_ids)
+        return cls(tokens.prompt_ids, tokens.completion_ids, tokens.logprobs if complete else None)
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -68,7 +67,7 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The tokens that one call sampled, as places in `input_ids`."""
+    """The range of `input_ids` that one call sampled."""
 
     call: int
     start: int
@@ -79,7 +78,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One branch. Without exact tokens `input_ids`, `loss_mask` and `logprobs` are None and there are only messages."""
+    """One branch of the tree of calls. Without exact tokens, `input_ids`, `loss_mask` and `logprobs` are None."""
 
     number: int
     kind: Kind
@@ -91,18 +90,18 @@ class Sample:
     """One for each id; None where the mask is 0."""
     spans: tuple[Span, ...]
     request: Request
-    """Of the last call."""
+    """The last call's request."""
     turns: tuple[Turn, ...]
     """The answers of all calls, in order."""
     owns: tuple[bool, ...]
-    """Whether each of them is this sample's to train, or was another branch's already."""
+    """Whether this sample trains each of them; otherwise an earlier branch does."""
     model: str
     dialect: str
     split: Split | None = None
     continues: int | None = None
-    """The sample that this one goes on from, or branches off."""
+    """The sample that this one continues or branches off from."""
     spawned_by: int | None = None
-    """The call that began this sub-agent."""
+    """The call that started this sub-agent."""
     weights: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
 
@@ -112,7 +111,7 @@ class Sample:
 
     @property
     def prompt_length(self) -> int:
-        """The number of ids before the first trainable one."""
+        """Number of ids before the first completion."""
         return self.spans[0].start if self.spans else len(self.input_ids or ())
 
     @property
@@ -124,7 +123,7 @@ class Sample:
         return self.turns[-1].stop
 
     def messages(self) -> list[dict[str, Any]]:
-        """The whole conversation with its last answer, as Chat Completions writes it."""
+        """The conversation with its last answer, in the format of Chat Completions."""
         return _chat(self)["messages"]
 
     def tools(self) -> list[dict[str, Any]]:
@@ -133,7 +132,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Counts:
-    """What became of a recording's generations."""
+    """Counts of model calls and their tokens."""
 
     generations: int = 0
     unanswered: int = 0
@@ -142,30 +141,29 @@ class Counts:
     sampled_tokens: int = 0
     trained_tokens: int = 0
     ids: int = 0
-    """All ids of all samples, those of prompts included."""
+    """Ids of all samples, prompts included."""
     matched: int = 0
-    """Calls whose prompt goes on, id by id, from the call that they continue."""
+    """Calls whose prompt begins with the exact ids of the call that they continue."""
     other_kinds: dict[str, int] = field(default_factory=dict)
     splits: dict[str, int] = field(default_factory=dict)
 
     @property
     def delivered_fraction(self) -> float | None:
-        """The share of sampled tokens that some sample trains."""
+        """Share of sampled tokens that are trained."""
         return self.trained_tokens / self.sampled_tokens if self.sampled_tokens else None
 
     @property
     def prefix_match_rate(self) -> float | None:
-        """Of the calls with tokens that continue another one, the share whose prompt goes on from it id by id."""
+        """Share of the calls continuing another one whose prompt begins with the exact ids of that one."""
         both = self.matched + self.splits.get("retokenised", 0)
         return self.matched / both if both else None
 
     @property
     def trainable_share(self) -> float | None:
-        """The share of all ids that is trained."""
+        """Share of all ids that are trained."""
         return self.trained_tokens / self.ids if self.ids else None
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it by name, with the breaks (`splits`) by reason."""
         rates = ("delivered_fraction", "prefix_match_rate", "trainable_share")
         return asdict(self) | {name: getattr(self, name) for name in rates}
 
@@ -180,14 +178,14 @@ class Counts:
 def samples_of(
     recording: Path | Recording, kinds: Collection[str] = KINDS, most: int | None = LIMIT
 ) -> tuple[list[Sample], Counts]:
-    """The samples of a recording (a file, a trial's directory, or read already) and what became of its calls;
-    `RecordingTooLarge` as `Reader` has it."""
+    """The samples of a recording (a file, a trial's directory, or already read) and the counts of its calls;
+    `RecordingTooLarge` as `Reader` raises it."""
     found = read(recording, most) if isinstance(recording, Path) else recording
     return from_nodes((node for _, node in read_calls(found.generations())), kinds)
 
 
 def read_samples(recording: Path, kinds: Collection[str]) -> tuple[list[Sample], Counts]:
-    """The same in bounded memory: none, with a warning, of a recording that its agent made too large or removed."""
+    """The same in bounded memory. An agent may have removed its recording or made it too large: no samples then."""
     try:
         return read_back_now(samples_of, recording, kinds) if recording.is_file() else ([], Counts())
     except RecordingTooLarge as error:
@@ -204,7 +202,7 @@ def from_nodes(nodes: Iterable[Node], kinds: Collection[str] = KINDS) -> tuple[l
 
 
 class SampleBuilder:
-    """Makes samples of one session from memory. `add` is what a session takes as `on_generation`."""
+    """Makes the samples of one session in memory. Pass `add` to the session as `on_generation`."""
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
@@ -213,25 +211,25 @@ class SampleBuilder:
         self.generations.append(generation)
 
     def samples(self, kinds: Collection[str] = KINDS) -> tuple[list[Sample], Counts]:
-        """The samples of what is over so far, and what became of its calls."""
+        """The samples of the calls so far, and their counts."""
         return from_nodes(sorted((each.node for each in self.generations), key=lambda node: node.number), kinds)
 
 
 def from_threads(threads: list[Thread], kinds: Collection[str] = KINDS) -> tuple[list[Sample], Counts]:
-    """The same for calls that are sorted out already."""
+    """The same for calls that were sorted into threads."""
     counts = Counts()
     samples: list[Sample] = []
     for place, thread in enumerate(threads):
         for node in thread.nodes:
             _count(node, kinds, counts)
         work = [node for node in thread.nodes if node.kind != "retry" and node.turn is not None]
-        # Summaries and titles stand among the calls of the thread that they are about.
+        # A thread contains its side calls, such as summaries and titles.
         for kind in KINDS:
             nodes = [node for node in work if _kind(node) == kind and kind in kinds]
             samples += _branches(nodes, kind, place, start=len(samples))
     counts.trained_tokens = sum(sample.trained for sample in samples)
     counts.ids = sum(len(sample.input_ids or ()) for sample in samples)
-    # A call is matched once, also where several branches share it.
+    # A call shared by several branches counts once.
     counts.matched = len({pair for sample in samples if sample.exact for pair in pairwise(sample.calls)})
     for sample in samples:
         if sample.split:
@@ -240,7 +238,7 @@ def from_threads(threads: list[Thread], kinds: Collection[str] = KINDS) -> tuple
 
 
 def broken_promises(samples: Iterable[Sample]) -> Iterator[str]:
-    """The invariants of this module that some samples break, as text."""
+    """Describe each violated invariant of this module."""
     trained: set[int] = set()
     for sample in samples:
         name, ids = f"sample {sample.number}", sample.input_ids
@@ -256,7 +254,7 @@ def broken_promises(samples: Iterable[Sample]) -> Iterator[str]:
             yield f"{name}: ids, mask and log-probs differ in length"
             continue
         if last is None or ids != last.ids:
-            yield f"{name}: it is not the prompt and the completion of its last call"
+            yield f"{name}: its ids are not the prompt and the completion of its last call"
         sampled = {i for span in sample.spans if span.trained for i in range(span.start, span.end)}
         if {i for i, bit in enumerate(mask) if bit} != sampled:
             yield f"{name}: the mask is not 1 on exactly the sampled tokens that it trains"
@@ -283,7 +281,7 @@ def _count(node: Node, kinds: Collection[str], counts: Counts) -> None:
 
 
 def _branches(nodes: list[Node], kind: Kind, thread: int, start: int) -> list[Sample]:
-    """One sample for each call that no other one continues exactly."""
+    """Make a sample for each call that no other call continues exactly."""
     inside = {id(node): node for node in nodes}
     before: dict[int, Node] = {}
     splits: dict[int, tuple[Split, Node]] = {}
@@ -316,14 +314,14 @@ def _branches(nodes: list[Node], kind: Kind, thread: int, start: int) -> list[Sa
 
 
 def _why_apart(parent: Node, node: Node) -> Split | None:
-    """Why a call is not put onto the one it continues; None if it goes on exactly."""
+    """The reason why a call cannot be appended to its parent; None if it continues it exactly."""
     if node.kind == "compaction":
         return "compaction"
-    ours, theirs = Exact.of(parent.turn), Exact.of(node.turn)
-    if ours and theirs:
-        so_far = ours.ids
-        return None if theirs.prompt[: len(so_far)] == so_far else "retokenised"
-    if ours or theirs:
+    before, after = Exact.of(parent.turn), Exact.of(node.turn)
+    if before and after:
+        ids = before.ids
+        return None if after.prompt[: len(ids)] == ids else "retokenised"
+    if before or after:
         return "no_tokens"
     return None if node.begins_like(parent) else "history_changed"
 
@@ -357,22 +355,22 @@ def _sample(path: list[Node], kind: Kind, thread: int, number: int, trained: dic
 
 def _with_tokens(sample: Sample, path: list[Node], exact: list[Exact]) -> Sample:
     ids = exact[-1].ids
-    mask, likely = [0] * len(ids), list[float | None]([None] * len(ids))
-    any_likely = any(tokens.logprobs is not None for tokens in exact)
+    mask, logprobs = [0] * len(ids), list[float | None]([None] * len(ids))
+    any_logprobs = any(tokens.logprobs is not None for tokens in exact)
     spans: list[Span] = []
     for node, tokens, owned in zip(path, exact, sample.owns, strict=True):
         start, end = len(tokens.prompt), len(tokens.prompt) + len(tokens.completion)
         counts = owned and tokens.logprobs is not None and end > start
         if counts:
             mask[start:end] = [1] * (end - start)
-            likely[start:end] = tokens.logprobs or ()
+            logprobs[start:end] = tokens.logprobs or ()
         spans.append(Span(node.number, start, end, counts, node.request.sampling.temperature))
     missing = ("logprobs_missing",) if any(tokens.logprobs is None for tokens in exact) else ()
     return replace(
         sample,
         input_ids=ids,
         loss_mask=tuple(mask),
-        logprobs=tuple(likely) if any_likely else None,
+        logprobs=tuple(logprobs) if any_logprobs else None,
         spans=tuple(spans),
         flags=(*sample.flags, *missing),
     )
@@ -394,12 +392,13 @@ def _chat(sample: Sample) -> dict[str, Any]:
     return DIALECTS["chat"].render_request(request)
 
 
-_NOT_THE_AGENTS = frozenset({"infra", "provider", "task", "user"})
+NOT_THE_AGENTS = frozenset({"infra", "provider", "task", "user"})
+"""The blames of rollouts that do not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOrigin:
-    """The trial, and its step, that the calls of a session belong to, and where they are recorded."""
+    """The trial and step of a session, and its recording."""
 
     recording: Path | None
     rollout: str
@@ -415,9 +414,9 @@ class SampleOrigin:
     """`completed`; the limit that was reached (`max_turns`, `max_tokens`, ...); `timeout`; else the code of the trial's
     error; `unknown` without a result."""
     fault: str | None = None
-    """Who is to blame if the run counts for nothing: infra, provider, task or user."""
-    notes: tuple[str, ...] = field(default=())
-    """Kinds of what the verifier found that could have steered it."""
+    """The blame (infra, provider, task or user) if the run does not count."""
+    notes: tuple[str, ...] = ()
+    """Kinds of the verifier's integrity notes."""
 
     @property
     def reward(self) -> float | None:
@@ -429,13 +428,12 @@ class SampleOrigin:
 
     @property
     def is_earned(self) -> bool:
-        """Whether the agent earned the reward."""
         return self.reward is not None and self.fault is None
 
 
 def origins(place: Path) -> Iterator[SampleOrigin]:
-    """All recordings at `place`: a recording, the directory of a trial, of a job or of several jobs. Tries that no
-    longer count are left out."""
+    """All recordings at `place`: a recording, or the directory of a trial, a job or several jobs. Retried trials are
+    left out."""
     if place.is_file():
         yield _origin(place, _trial_of(place))
         return
@@ -449,7 +447,7 @@ def origins(place: Path) -> Iterator[SampleOrigin]:
 
 
 def _is_piers(recording: Path) -> bool:
-    """Whether a recording of a trial lies where pier writes it, and not among the files that an agent left."""
+    """Whether a recording has a path that pier writes to, rather than one among the files of an agent."""
     trial = _trial_of(recording)
     if trial is not None and recording.name != RECORDING:
         return False
@@ -458,7 +456,7 @@ def _is_piers(recording: Path) -> bool:
 
 
 def _trial_of(recording: Path) -> Path | None:
-    """The directory of the trial that a recording belongs to; the outermost, since an agent may leave a result too."""
+    """The trial's directory of a recording: the outermost with a result, since an agent may have written one too."""
     for folder in reversed(recording.parents):
         is_job = (folder / "journal.jsonl").exists()
         if not is_job and (folder / "result.json").is_file() and "trial_name" in _json(folder / "result.json"):
@@ -476,7 +474,7 @@ def _origin(recording: Path, trial: Path | None) -> SampleOrigin:
 
 
 def origin_of(result: Mapping[str, Any], step: str | None, trial: str, recording: Path | None = None) -> SampleOrigin:
-    """The origin of the samples of a trial, or of one of its steps, with this `result.json`."""
+    """The origin of the samples of a trial, or of one of its steps, from its `result.json`."""
     agent, known = result.get("agent_info") or {}, result.get("pier") or {}
     model = ((result.get("config") or {}).get("agent") or {}).get("model_name")
     outcome = next((each for each in result.get("step_results") or () if each.get("step_name") == step), result)
@@ -494,13 +492,13 @@ def origin_of(result: Mapping[str, Any], step: str | None, trial: str, recording
         agent_version=agent.get("version"),
         rewards=_rewards(outcome) or _rewards(result),
         termination_reason=_termination(outcome, error),
-        fault=error.get("blame") if error.get("blame") in _NOT_THE_AGENTS else None,
+        fault=error.get("blame") if error.get("blame") in NOT_THE_AGENTS else None,
         notes=tuple(note.get("kind", "") for note in (outcome.get("integrity") or {}).get("notes") or ()),
     )
 
 
 def group_id(task: str | None, digest: str | None, *more: str | None) -> str:
-    """The id of a group: its task, with some of the digest since others may have the name, and what else it is of."""
+    """The id of a group: its task's name and digest (names are not unique), and more such as agent and model."""
     short = (digest or "").rpartition(":")[2][:12]
     return "::".join(str(part) for part in (f"{task}@{short}" if task and short else task, *more) if part)
 
@@ -510,10 +508,10 @@ def _rewards(outcome: Mapping[str, Any]) -> Mapping[str, float] | None:
 
 
 def _termination(outcome: Mapping[str, Any], error: Mapping[str, Any]) -> str:
-    """Which stop ended the agent. A fault that is not the agent's comes first: it left no verdict."""
+    """The reason why the agent ended. A fault that is not the agent's comes first: such a trial has no verdict."""
     code = error.get("code") or error.get("exception_type") or "error"
     used = (outcome.get("agent_result") or {}).get("metadata") or {}
-    if error.get("blame") in _NOT_THE_AGENTS:
+    if error.get("blame") in NOT_THE_AGENTS:
         return str(code)
     if reason := used.get("stop_reason"):
         return str(reason)

@@ -1,7 +1,7 @@
 """Sandboxes for environments: services that rollouts share, and the `sandbox_client` of `CliAgentEnv`'s hooks.
 
-The client's methods and results are those that users of `verifiers` know; each acts on a pier sandbox of any backend.
-A job runs in the background until it ends or is killed; its end is an event, nothing is polled.
+The client has the methods and results of the one in `verifiers`, and works with sandboxes of any backend. The end of a
+background job is an event; nothing is polled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GIGABYTE = 1 << 30
 
 
 class SharedServices:
-    """Services that the first user opens and the last one closes."""
+    """Services that are opened for the first user and closed after the last one."""
 
     def __init__(self, make: Callable[[], AbstractAsyncContextManager[TrialServices]]) -> None:
         self._make = make
@@ -47,7 +47,7 @@ class SharedServices:
             await asyncio.shield(self._leave())
 
     async def _leave(self) -> None:
-        async with self._lock:  # a user that arrives while it closes waits and opens it again
+        async with self._lock:  # a user that arrives now waits and opens the services again
             self._users -= 1
             if not self._users:
                 self.opened = None
@@ -56,7 +56,7 @@ class SharedServices:
 
 @contextmanager
 def leased_directory(label: str) -> Iterator[Path]:
-    """A directory for the length of a run; if this process is killed, the next sweep removes it."""
+    """A temporary directory; if this process is killed, the next sweep removes it."""
     with Lease(label=label) as lease:
         place = lease.directory / "work.tmp"
         place.mkdir()
@@ -64,11 +64,11 @@ def leased_directory(label: str) -> Iterator[Path]:
 
 
 async def limits_for(backend: Backend, cpus: float | None, memory_gb: float | None, disk_gb: float | None) -> Limits:
-    """The limits of a sandbox, as far as the backend can hold them."""
-    held = (await backend.capabilities()).limits
+    """The limits of a sandbox, without those that the backend does not support."""
+    supported = (await backend.capabilities()).limits
     sizes = {"memory": int((memory_gb or 0) * _GIGABYTE), "disk": int((disk_gb or 0) * _GIGABYTE)}
-    asked: dict[str, Any] = {"cpus": cpus, **sizes}
-    limits = Limits(**{name: value for name, value in asked.items() if value and name in held})
+    requested: dict[str, Any] = {"cpus": cpus, **sizes}
+    limits = Limits(**{name: value for name, value in requested.items() if value and name in supported})
     return limits.over(await backend.share())
 
 
@@ -87,7 +87,7 @@ class ReadFileResponse:
 
 @dataclass(slots=True)
 class BackgroundJob:
-    """A command that was started. `result` is there once it has ended."""
+    """A command that was started. `result` is None until it has ended."""
 
     job_id: str
     sandbox_id: str
@@ -111,19 +111,19 @@ class BackgroundJobStatus:
 
 
 class SandboxClient:
-    """Made by an environment. `get_backend` gives the backend that it runs on at the moment."""
-
     def __init__(self, get_backend: Callable[[], Backend]) -> None:
         self._get_backend = get_backend
         self._sandboxes: dict[str, Sandbox] = {}
         self._jobs: dict[str, list[BackgroundJob]] = {}
 
     def __getitem__(self, sandbox_id: str) -> Sandbox:
-        """The sandbox itself, with all that pier's sandboxes can do."""
+        """The pier sandbox with this id."""
         try:
             return self._sandboxes[sandbox_id]
         except KeyError:
-            raise InfraError(f"unknown sandbox {sandbox_id!r}: it is gone, or of another environment") from None
+            raise InfraError(
+                f"unknown sandbox {sandbox_id!r}: it was removed, or belongs to another environment"
+            ) from None
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
         sandbox = await self._get_backend().start(spec)
@@ -131,7 +131,7 @@ class SandboxClient:
         return sandbox
 
     async def delete(self, sandbox_id: str) -> None:
-        """Stop a sandbox and all that runs in it. One that is gone is fine."""
+        """Stop a sandbox and all its processes. Does nothing for an unknown one."""
         sandbox = self._sandboxes.pop(sandbox_id, None)
         jobs = self._jobs.pop(sandbox_id, [])
         if sandbox is not None:
@@ -158,7 +158,7 @@ class SandboxClient:
     async def download_file(
         self, sandbox_id: str, file_path: str, local_file_path: str | Path, timeout: float | None = None
     ) -> None:
-        """Copy a file or directory of the sandbox to this machine. Links stay behind: they would lead to files here."""
+        """Copy a file or directory of the sandbox to this machine, without links: they would lead to files here."""
         target = Path(local_file_path)
         async with asyncio.timeout(timeout):
             await self[sandbox_id].download(file_path, target)
@@ -181,7 +181,7 @@ class SandboxClient:
         timeout: float | None = None,
         user: str | None = None,
     ) -> CommandResponse:
-        """Run a command in the sandbox's shell. `TimeoutError` if it takes too long; it is killed then."""
+        """Run a command in the sandbox's shell; kill it and raise `TimeoutError` after `timeout` seconds."""
         result = await self[sandbox_id].exec(command, cwd=working_dir, env=env, timeout=timeout, user=user)
         if result.timed_out:
             raise TimeoutError(f"the command took longer than {timeout:g} s: {command[:200]}")
@@ -195,7 +195,7 @@ class SandboxClient:
         env: Mapping[str, str] | None = None,
         user: str | None = None,
     ) -> BackgroundJob:
-        """Start a command in the sandbox's shell and come back at once."""
+        """Start a command in the sandbox's shell."""
         sandbox = self[sandbox_id]
         process = await sandbox.spawn(command, cwd=working_dir, env=env, user=user, output_limit=_OUTPUT)
         jobs = self._jobs.setdefault(sandbox_id, [])
@@ -206,11 +206,10 @@ class SandboxClient:
     async def get_background_job(
         self, sandbox_id: str, job: BackgroundJob, timeout: float | None = None
     ) -> BackgroundJobStatus:
-        """How a job stands now."""
         result = job.result
         if result is None:
             if job.waiting.done():
-                await job.waiting  # it raises what went wrong
+                await job.waiting  # raises the failure
             return BackgroundJobStatus(job.job_id, completed=False)
         texts = (result.text, result.error_text)
         return BackgroundJobStatus(job.job_id, True, result.exit_code, *texts, result.out_of_memory)
@@ -224,7 +223,7 @@ class SandboxClient:
         env: Mapping[str, str] | None = None,
         poll_interval: float = 3,
     ) -> BackgroundJobStatus:
-        """Run a command to its end. `TimeoutError` if it takes too long; it is killed then."""
+        """Run a command to its end; kill it and raise `TimeoutError` after `timeout` seconds."""
         job = await self.start_background_job(sandbox_id, command, working_dir, env)
         done, _ = await asyncio.wait({job.waiting}, timeout=timeout)
         if not done:
@@ -233,7 +232,7 @@ class SandboxClient:
         return await self.get_background_job(sandbox_id, job)
 
     async def kill_job(self, job: Any) -> None:
-        """Kill a job and every process that it started."""
+        """Kill a job and all its processes."""
         await job.process.kill()
         await asyncio.wait({job.waiting}, timeout=30)
 
@@ -252,16 +251,14 @@ class SandboxMixin:
         await self.sandbox_client.upload_file(sandbox_id, remote_path, local_path)
 
     async def upload_content(self, sandbox_id: str, content: str, remote_path: str) -> None:
-        """Write a text to a file in the sandbox."""
         await self.sandbox_client.upload_bytes(sandbox_id, remote_path, content.encode())
 
     async def upload_bundle(self, sandbox_id: str, file_map: Mapping[str, str], dest_dir: str) -> None:
-        """Write texts to files below a directory in the sandbox."""
         for path, content in file_map.items():
             await self.upload_content(sandbox_id, content, f"{dest_dir}/{path}")
 
     async def read_file(self, sandbox_id: str, remote_path: str, timeout: float | None = 10) -> str | None:
-        """The text of a file in the sandbox; None if it cannot be read."""
+        """Return the text of a file in the sandbox, or None if it cannot be read."""
         try:
             return (await self.sandbox_client.read_file(sandbox_id, remote_path, timeout=timeout)).content
         except (InfraError, OSError) as error:
@@ -276,7 +273,7 @@ class SandboxMixin:
         working_dir: str | None = None,
         poll_interval: float = 3,
     ) -> BackgroundJobStatus:
-        """Run a command to its end; `TimeoutError` if it takes too long, `SandboxError` if memory runs out."""
+        """Run a command to its end; `TimeoutError` after `timeout` seconds, `SandboxError` if memory runs out."""
         box = state["sandbox_id"]
         status = await self.sandbox_client.run_background_job(box, command, timeout, working_dir)
         if status.out_of_memory:

@@ -1,12 +1,11 @@
-"""The state of a rollout as reward functions and hooks see it: a dictionary whose messages are Chat Completions'.
+"""The state of a rollout as reward functions and hooks see it: a dictionary with messages in Chat Completions' format.
 
-The keys and shapes are those that users of `verifiers` know. A message can be read by key or by attribute. One step of
-the trajectory is one model call, with the exact tokens where the server gave them. Errors have the names that users of
-`verifiers` catch and are pier's own: `Error` is `pier.PierError`, `ModelError` is `pier.ProviderError`.
+Keys, shapes and the names of errors are those of `verifiers`; `Error` is `pier.PierError`, `ModelError` is
+`pier.ProviderError`. A message can be read by key or by attribute. Each step of the trajectory is a model call, with
+exact tokens if the server returned them.
 
-`TurnLog` takes the turns as they happen. Sub-agents, titles and calls that were asked twice are turns too, but the
-rollout's `completion` is the agent's own conversation alone. Histories are shared between turns, so a rollout takes
-memory for what is new in each.
+`TurnLog` collects the turns. Sub-agents, titles and repeated calls are turns too, but the rollout's `completion` is the
+main conversation alone. Turns share the messages of their histories, so memory grows with the new ones only.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ ModelError = ProviderError
 
 
 class TunnelError(InfraError):
-    """The sandbox cannot reach the gateway."""
+    """The gateway cannot be served inside the sandbox."""
 
     code = "tunnel"
     retryable = True
 
 
 class SandboxCreationError(SandboxError):
-    """No sandbox could be started."""
+    """Starting a sandbox failed."""
 
     code = "sandbox_creation"
 
@@ -54,39 +53,39 @@ class SandboxSetupError(SandboxError):
 
 
 class InvalidModelResponseError(ModelError):
-    """The model's answer cannot be used; hooks raise it."""
+    """The model's answer is unusable; raised by hooks."""
 
     code = "invalid_response"
 
 
 class EmptyModelResponseError(InvalidModelResponseError):
-    """The model's answer is empty; hooks raise it."""
+    """The model's answer is empty; raised by hooks."""
 
     code = "empty_response"
 
 
 class OverlongPromptError(PierError):
-    """The prompt does not fit; raised by a hook, it ends the rollout as `prompt_too_long`."""
+    """The prompt exceeds the model's context; raised by a hook, it ends the rollout as `prompt_too_long`."""
 
     blame = "agent"
     code = "prompt_too_long"
 
 
 class ToolError(PierError):
-    """A tool of the agent failed; hooks raise it."""
+    """A tool of the agent failed; raised by hooks."""
 
     blame = "agent"
     code = "tool"
 
 
 class ToolParseError(ToolError):
-    """A tool call cannot be parsed; hooks raise it."""
+    """A tool call cannot be parsed; raised by hooks."""
 
     code = "tool_parse"
 
 
 class ToolCallError(ToolError):
-    """A tool call failed; hooks raise it."""
+    """A tool call failed; raised by hooks."""
 
     code = "tool_call"
 
@@ -97,7 +96,7 @@ TokenUsage = dict[str, float]
 
 
 class AttributeDict(dict[str, Any]):
-    """A dictionary whose keys are attributes too."""
+    """A dictionary whose values can be read and set as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -109,7 +108,6 @@ class AttributeDict(dict[str, Any]):
         self[name] = value
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
-        """A plain copy."""
         return _plain_copy(self)
 
 
@@ -123,8 +121,8 @@ _OPTIONAL = frozenset({"content", "reasoning_content", "tool_calls", "tool_call_
 
 
 class ChatMessage(AttributeDict):
-    """One message: `role`, `content`, and where there are some `tool_calls` (each `id`, `name`, `arguments`),
-    `tool_call_id`, `reasoning_content`."""
+    """One message: `role`, `content`, and optionally `tool_calls` (each `id`, `name`, `arguments`), `tool_call_id`,
+    `reasoning_content`."""
 
     def __getattr__(self, name: str) -> Any:
         return self.get(name) if name in _OPTIONAL else super().__getattr__(name)
@@ -133,8 +131,8 @@ class ChatMessage(AttributeDict):
 class _OfRole(ChatMessage):
     _role = ""
 
-    def __init__(self, *given: Any, **fields: Any) -> None:
-        super().__init__(*given, **{"role": self._role, **fields})
+    def __init__(self, *values: Any, **fields: Any) -> None:
+        super().__init__(*values, **{"role": self._role, **fields})
 
 
 class SystemMessage(_OfRole):
@@ -154,7 +152,7 @@ class ToolMessage(_OfRole):
 
 
 class CalledTool(AttributeDict):
-    """`vf.ToolCall`: `id`, `name` and `arguments`, which is JSON text."""
+    """`vf.ToolCall`: `id`, `name` and `arguments` as JSON text."""
 
 
 ToolCall = CalledTool
@@ -173,7 +171,7 @@ _BY_ROLE = {"system": SystemMessage, "user": UserMessage, "assistant": Assistant
 
 
 def as_messages(raw: Any) -> Messages:
-    """Messages of a dataset or a hook: a text is what the user says. `TypeError` for anything else."""
+    """Convert the messages of a dataset or a hook; a text is a message of the user."""
     if isinstance(raw, str):
         return [ChatMessage(role="user", content=raw)]
     if not isinstance(raw, list | tuple):
@@ -185,8 +183,8 @@ def _as_message(raw: Any) -> ChatMessage:
     value = raw if isinstance(raw, Mapping) else getattr(raw, "model_dump", lambda: raw)()
     if not isinstance(value, Mapping) or "role" not in value:
         raise TypeError(f"invalid message {raw!r}: expected an object with a role")
-    known = {name: each for name, each in value.items() if each is not None or name == "content"}
-    message = _BY_ROLE.get(str(known["role"]), ChatMessage)(known)
+    fields = {name: each for name, each in value.items() if each is not None or name == "content"}
+    message = _BY_ROLE.get(str(fields["role"]), ChatMessage)(fields)
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_as_call(call) for call in calls]
     return message
@@ -194,12 +192,12 @@ def _as_message(raw: Any) -> ChatMessage:
 
 def _as_call(raw: Any) -> CalledTool:
     call = dict(raw) if isinstance(raw, Mapping) else raw.model_dump()
-    said = call.get("function") or call.get("custom") or call
-    return CalledTool(id=call.get("id"), name=said["name"], arguments=said.get("arguments", said.get("input", "")))
+    tool = call.get("function") or call.get("custom") or call
+    return CalledTool(id=call.get("id"), name=tool["name"], arguments=tool.get("arguments", tool.get("input", "")))
 
 
 class State(dict[str, Any]):
-    """What is known of one rollout. `prompt`, `answer`, `info` and `example_id` are those of `state["input"]`."""
+    """The state of one rollout. `prompt`, `answer`, `info` and `example_id` are those of `state["input"]`."""
 
     INPUT_FIELDS = ("prompt", "answer", "info", "example_id")
 
@@ -227,7 +225,7 @@ class State(dict[str, Any]):
 
 @dataclass(slots=True)
 class TimeSpan:
-    """Seconds since the epoch; `end` is 0 until it is over."""
+    """Start and end in seconds since the epoch; `end` is 0 until then."""
 
     start: float = 0.0
     end: float = 0.0
@@ -254,7 +252,7 @@ class TimeSpans:
 
 @dataclass(slots=True)
 class RolloutTiming:
-    """When the parts of a rollout took place. `model` has one span for each call; parallel calls overlap."""
+    """The time spans of a rollout's parts. `model` has one for each call; those of parallel calls overlap."""
 
     start_time: float = field(default_factory=time.time)
     setup: TimeSpan = field(default_factory=TimeSpan)
@@ -312,7 +310,7 @@ _OF_RESPONSES = ("finish_reason", "is_truncated", "tokens")
 
 
 def error_data(error: BaseException) -> dict[str, Any]:
-    """An error as a row of the results has it; `blame` says where the fault lies."""
+    """An error as written to the results."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
@@ -329,7 +327,7 @@ def error_data(error: BaseException) -> dict[str, Any]:
 
 
 def is_fault(error: BaseException | None) -> bool:
-    """Whether a rollout with this error says nothing about the agent, so that it has no reward."""
+    """Whether an error is not the agent's, so that its rollout has no reward."""
     return error is not None and not (isinstance(error, PierError) and error.blame == "agent")
 
 
@@ -339,17 +337,17 @@ _SAMPLING = {
     **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "max_tokens"),
     "reasoning_effort": "effort",
 }
-"""Sampling arguments by their names for users, and for the gateway."""
+"""Names of sampling arguments: the user's, and the gateway's."""
 _WITHOUT_EFFECT: dict[str, Any] = {"n": 1, "top_k": -1, "min_p": 0, "min_tokens": 0, "repetition_penalty": 1}
 _TOKENS = frozenset({"logprobs", "top_logprobs", "return_token_ids", "return_tokens_as_token_ids"})
-"""Arguments that ask for tokens, which the client's type decides here."""
+"""Arguments that request tokens; ignored, since the client's type decides that here."""
 
 
-def sampling_of(given: Mapping[str, Any]) -> Sampling | None:
-    """Sampling arguments as the gateway prescribes them; None if there are none. `UsageError` for unknown ones."""
+def sampling_of(arguments: Mapping[str, Any]) -> Sampling | None:
+    """Convert sampling arguments for the gateway; None if there are none. `UsageError` for unknown ones."""
     found: dict[str, Any] = {}
-    named = {name: value for name, value in given.items() if name != "extra_body"}
-    for name, value in {**(given.get("extra_body") or {}), **named}.items():
+    named = {name: value for name, value in arguments.items() if name != "extra_body"}
+    for name, value in {**(arguments.get("extra_body") or {}), **named}.items():
         if value is None or name in _TOKENS or (name in _WITHOUT_EFFECT and value == _WITHOUT_EFFECT[name]):
             continue
         if name == "n":
@@ -366,7 +364,7 @@ def sampling_of(given: Mapping[str, Any]) -> Sampling | None:
 
 @dataclass(frozen=True, slots=True)
 class RolloutTurn:
-    """One call that is over. Without a `response` the model gave none; `too_long` says that the prompt was."""
+    """One finished call. `response` is None if the model gave no answer; `too_long` if the prompt was too long."""
 
     node: Node
     prompt: Messages
@@ -380,14 +378,14 @@ class RolloutTurn:
     def step(
         self, prompt: Messages, response: Response, trajectory_id: str, max_seq_len: int | None = None
     ) -> TrajectoryStep:
-        """One step of a trajectory. `extras` says which call of the recording it is and in which dialect it came."""
+        """The step of a trajectory. `extras` has the call's number in the recording and its dialect."""
         node, message = self.node, response["message"]
         tokens = _within(message["tokens"], max_seq_len) if message.get("tokens") else None
-        said = AssistantMessage({name: value for name, value in message.items() if name not in _OF_RESPONSES})
+        answer = AssistantMessage({name: value for name, value in message.items() if name not in _OF_RESPONSES})
         weights = node.turn.tokens.weights if node.turn and node.turn.tokens else None
         return TrajectoryStep(
             prompt=prompt,
-            completion=[said],
+            completion=[answer],
             response=response,
             tokens=tokens,
             reward=None,
@@ -398,32 +396,32 @@ class RolloutTurn:
         )
 
 
-def _within(tokens: Mapping[str, Any], most: int | None) -> dict[str, Any]:
+def _within(tokens: Mapping[str, Any], max_length: int | None) -> dict[str, Any]:
     """The tokens of a step, cut to `max_seq_len`. Training samples are not cut."""
     length = len(tokens["prompt_ids"])
-    room = None if most is None else max(0, most - length)
-    cut = {name: ids[: most if name.startswith("prompt") else room] for name, ids in tokens.items()}
-    overlong = most is not None and length > most
+    room = None if max_length is None else max(0, max_length - length)
+    cut = {name: ids[: max_length if name.startswith("prompt") else room] for name, ids in tokens.items()}
+    overlong = max_length is not None and length > max_length
     truncated = overlong or (room is not None and len(tokens["completion_ids"]) > room)
     return {**cut, "overlong_prompt": overlong, "is_truncated": truncated}
 
 
 @dataclass(slots=True)
 class TurnLog:
-    """Takes the generations of a session. `add` may be called at any moment; `take` gives what came since."""
+    """Collects the model calls of a session. `take` returns those that were added since the last time."""
 
     generations: list[Generation] = field(default_factory=list)
     _taken: int = 0
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _rendered: dict[int, Messages] = field(default_factory=dict)
-    """What each message of a history is as a step has it, by the message's identity."""
+    """The rendered messages of histories, by the identity of the original message."""
 
     def add(self, generation: Generation) -> None:
         self.generations.append(generation)
         self._news.set()
 
     async def changed(self, ends: set[asyncio.Future[Any]], seconds: float) -> None:
-        """Wait for a generation, one of `ends`, or some seconds."""
+        """Wait for a call to end, for one of `ends`, or for some seconds."""
         if self._news.is_set():
             self._news.clear()
             return
@@ -435,7 +433,6 @@ class TurnLog:
         self._news.clear()
 
     def take(self) -> list[RolloutTurn]:
-        """The turns since the last time."""
         new, self._taken = self.generations[self._taken :], len(self.generations)
         return [self._turn(generation) for generation in new]
 
@@ -447,7 +444,7 @@ class TurnLog:
 
     def _messages(self, node: Node) -> Messages:
         system = as_messages(render_messages(replace(node.request, messages=())))
-        return [*system, *(said for message in node.request.messages for said in self._render(node, message))]
+        return [*system, *(each for message in node.request.messages for each in self._render(node, message))]
 
     def _render(self, node: Node, message: Message) -> Messages:
         if id(message) not in self._rendered:
@@ -456,12 +453,12 @@ class TurnLog:
         return self._rendered[id(message)]
 
     def finish(self, state: State) -> None:
-        """Set `completion` and `prompt` from the agent's own conversation, and what each step was for."""
+        """Set `completion` and `prompt` from the main conversation, the samples, and the kind of each step."""
         lineage = Lineage()
         for generation in sorted(self.generations, key=lambda each: each.node.number):
             lineage.add(generation.node)
         threads = lineage.threads()
-        state["samples"], _ = from_threads(threads, ("main", "sub_agent"))
+        state["samples"], state["sample_counts"] = from_threads(threads, ("main", "sub_agent"))
         kinds = {node.number: node.kind for thread in threads for node in thread.nodes}
         steps = {step["extras"]["call"]: step for step in state["trajectory"]}
         for number, step in steps.items():
@@ -472,7 +469,7 @@ class TurnLog:
         completion: Messages = []
         for index, node in enumerate(main):
             if index:
-                completion += [said for message in node.new_messages for said in self._render(node, message)]
+                completion += [each for message in node.new_messages for each in self._render(node, message)]
             completion += steps[node.number]["completion"]
         state["completion"] = completion
         if main:
@@ -480,7 +477,7 @@ class TurnLog:
 
 
 def _is_too_long(generation: Generation) -> bool:
-    """Whether a call failed since its prompt does not fit into the model's context."""
+    """Whether a call failed because its prompt exceeds the model's context."""
     text = (generation.error or "").lower()
     return generation.fault == "agent" and any(words in text for words in _TOO_LONG)
 

@@ -4,9 +4,9 @@
     install()
     agent = Agent(AgentConfig(..., runtime=PierConfig(image="python:3.11-slim")))
 
-`PierConfig` is a `DockerConfig` with a backend of pier's, so tasks set its image and limits as they do there. The
-interception server and tool servers of the host are served on the sandbox's own loopback at the ports they have
-outside: no tunnel, no proxy, and with `allow=[]` no network at all.
+`PierConfig` is a `DockerConfig` with a pier backend, so tasks set its image and limits as usual. The host's
+interception server and tool servers appear on the sandbox's loopback at their own ports, so runs need no tunnel, no
+proxy and, with `allow=[]`, no network at all.
 """
 
 # pyright: reportMissingImports=false
@@ -37,7 +37,7 @@ _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class PierConfig(DockerConfig):
-    """A sandbox of pier's: `image`, `workdir`, `cpu`, `memory`, `disk`, `allow`, and the `backend` that runs it."""
+    """A pier sandbox: `image`, `workdir`, `cpu`, `memory`, `disk`, `allow`, and the `backend` that runs it."""
 
     backend: str = "local"
 
@@ -51,8 +51,6 @@ _shared: dict[tuple[int, str], SharedServices] = {}
 
 
 class PierProcess(RuntimeProcess):
-    """A live process in a sandbox."""
-
     def __init__(self) -> None:
         self._queues: dict[str, asyncio.Queue[bytes]] = {"stdout": asyncio.Queue(), "stderr": asyncio.Queue()}
         self.stdout, self.stderr = self._lines("stdout"), self._lines("stderr")
@@ -99,8 +97,6 @@ class PierProcess(RuntimeProcess):
 
 
 class PierRuntime(VerifiersRuntime):
-    """One sandbox."""
-
     supports_user: ClassVar[bool] = True
 
     def __init__(self, config: PierConfig, name: str | None = None) -> None:
@@ -173,7 +169,7 @@ class PierRuntime(VerifiersRuntime):
             await self.sandbox.write_file(self._path(path), data, user=self.user or "0:0")
 
     def host_url(self, url: str) -> str:
-        """The same URL: what listens there on the host is served at that port of the sandbox's loopback."""
+        """Return the URL unchanged, since a host port is served at the same port of the sandbox's loopback."""
         parts = urlsplit(url)
         if parts.hostname in _LOOPBACK and parts.port:
             self._ports.add(parts.port)
@@ -195,24 +191,24 @@ class PierRuntime(VerifiersRuntime):
         if routes is None or not self.network_restricted:
             return PUBLIC
         if self.config.block not in ([], ["*"]):
-            raise RuntimeFault("pier's sandboxes have a list of allowed hosts, and none of blocked ones")
+            raise RuntimeFault("unsupported list of blocked hosts: pier's sandboxes take a list of allowed hosts")
         return NetworkPolicy("allowlist", tuple(self.config.allow)) if self.config.allow else NetworkPolicy("none")
 
     async def expose(self, port: int) -> str:
-        raise RuntimeFault("a port of a sandbox cannot be reached from outside: run the tool server on the host")
+        raise RuntimeFault("cannot expose a port of a sandbox: run the tool server on the host")
 
 
 @contextlib.contextmanager
-def _attributed(what: str = "") -> Any:
-    """Errors of pier's as the ones that verifiers attributes to the sandbox."""
+def _attributed(action: str = "") -> Any:
+    """Convert pier's errors to the one that verifiers attributes to the sandbox."""
     try:
         yield
     except (PierError, PathError) as error:
-        raise RuntimeFault(f"{what}: {error}" if what else str(error)) from error
+        raise RuntimeFault(f"{action}: {error}" if action else str(error)) from error
 
 
 def _forwarding(port: int) -> Any:
-    """Makes a protocol for each connection inside that passes its bytes on to a port of this machine."""
+    """A factory of protocols that forward connections in the sandbox to a port of this machine."""
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(OSError):
@@ -224,7 +220,7 @@ def _forwarding(port: int) -> Any:
 
 
 def install() -> None:
-    """Let verifiers make a `PierRuntime` wherever it is given a `PierConfig`. Idempotent."""
+    """Register `PierRuntime` in verifiers for `PierConfig`. Idempotent."""
     known = runtimes._runtime_cls
     if getattr(known, "knows_pier", False):
         return

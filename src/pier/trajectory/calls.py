@@ -1,9 +1,8 @@
-"""The generations of a recording, read one by one: what was asked, what the agent received, and what it cost.
+"""Reads the model calls of a recording one by one as `Node`s: request, delivered answer, tokens and cost.
 
-A history comes back from the agent in its own words: white space, reminders, the arguments of tool calls and cleared
-results differ from what was sent before. So the keys by which `pier.trajectory.lineage` compares calls match tool calls
-and their results by their ids, and other messages, and calls that were given other ids, by what they say without what
-clients change.
+Agents rewrite the history that they send back: white space, reminders, tool arguments and cleared results change. So
+the keys by which `pier.trajectory.lineage` compares calls identify tool calls and results by their ids. Other messages,
+and tool calls whose ids changed, are identified by their text without the parts that clients change.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from pier.wire.turn import (
 from pier.wire.values import parse_arguments
 
 RECENT = 8
-"""The number of earlier calls in which a shared history is looked for."""
+"""Number of earlier calls searched for a shared history."""
 
 _TOKEN_LISTS = ("prompt_ids", "completion_ids", "logprobs")
 _REMINDER, _REMINDED = "<system-reminder>", "</system-reminder>"
@@ -49,7 +48,7 @@ Kind = Literal["main", "compaction", "sub_agent", "side", "foreign", "retry"]
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One generation. `turn` is None when no whole answer was delivered."""
+    """One model call. `turn` is None unless a whole answer was delivered."""
 
     number: int
     request: Request
@@ -61,19 +60,19 @@ class Node:
     parent: Node | None = None
     """The call that this one continues."""
     spawned_by: tuple[Node, str] | None = None
-    """The call, and the id of its tool call, that began this thread's work."""
+    """The call, and the id of its tool call, that started this thread."""
     keys: tuple[bytes, ...] = ()
     chain: tuple[bytes, ...] = ()
-    """`chain[i]` stands for the first i messages."""
+    """`chain[i]` is a digest of the first i messages."""
     id_chain: tuple[bytes, ...] = ()
-    """The same, with tool calls and results by their ids only."""
+    """The same with tool calls and results identified by their ids only."""
     cost_usd: float | None = None
     cost_source: str | None = None
-    """Where the cost comes from: the provider, or a table of prices."""
+    """The provider, or a price table with its version."""
 
     @property
     def question(self) -> tuple[bytes, bool, str]:
-        """The same for calls that ask the same."""
+        """Equal for calls that repeat a request."""
         return self.chain[-1], bool(self.request.tools), self.request.model
 
     @property
@@ -91,7 +90,7 @@ class Node:
         )
 
     def begins_like(self, parent: Node) -> bool:
-        """Whether this call's history is another one's, and an answer to it."""
+        """Whether this call's history is the parent's history followed by an answer."""
         place = len(parent.keys)
         if len(self.keys) <= place:
             return False
@@ -100,8 +99,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A call that is over, as the gateway saw it or as a recording has it: what was asked and answered, and how it
-    ended. `answered` says that the agent got some of an answer or an error."""
+    """A call that ended, as seen by the gateway or read from a recording. `answered` is true if the agent received
+    part of an answer, or an error."""
 
     node: Node
     outcome: str
@@ -110,14 +109,14 @@ class Generation:
     fault: str | None = None
     answered: bool = True
     kind: ErrorKind | None = None
-    """The kind of error that the agent received; only the gateway knows it."""
+    """The kind of error sent to the agent; only the gateway knows it."""
 
 
 OnGeneration = Callable[[Generation], None]
 
 
 def generations_of(recording: Path, most: int | None = None) -> list[Generation]:
-    """The generations of a recording, in the order of their requests; `RecordingTooLarge` as `Reader` has it."""
+    """The model calls of a recording in the order of their requests; `RecordingTooLarge` as `Reader` raises it."""
     return [
         Generation(node, call.outcome, call.status or 0, call.error, call.fault, call.answer is not None)
         for call, node in read_calls(read(recording, most).generations())
@@ -125,8 +124,8 @@ def generations_of(recording: Path, most: int | None = None) -> list[Generation]
 
 
 def read_calls(calls: Iterable[Call], recent: Iterable[Node] = ()) -> Iterator[tuple[Call, Node]]:
-    """Each generation with its node, but for those whose request cannot be read or is nested too deeply. A node shares
-    what it says again with the few nodes before it, of which `recent` are known already."""
+    """Yield each model call with its node; skip requests that are invalid or nested too deeply. Nodes share repeated
+    messages with the few nodes before them; `recent` are those of an earlier read."""
     before = deque(recent, RECENT)
     for call in calls:
         try:
@@ -140,14 +139,14 @@ def read_calls(calls: Iterable[Call], recent: Iterable[Node] = ()) -> Iterator[t
 
 
 def with_version(turn: Turn, version: str | None) -> Turn:
-    """A turn whose tokens say which weights sampled them, if they do not already."""
+    """Add the version of the weights to a turn's tokens, unless they have one."""
     if version is None or turn.tokens is None or turn.tokens.weights is not None:
         return turn
     return replace(turn, tokens=replace(turn.tokens, weights=version))
 
 
 def read_call(call: Call) -> Node | None:
-    """A generation as a node of the lineage; None if its request cannot be read."""
+    """Return the node of a model call; None if its request is invalid."""
     parts = urlsplit(call.path)
     route = recognise("POST", parts.path, parts.query)
     try:
@@ -155,7 +154,7 @@ def read_call(call: Call) -> Node | None:
     except BadRequest:
         return None
     turn = turn_of(call, parsed)
-    # The parsed body is as big as the whole history; what is needed of it is in the node.
+    # The parsed body is as large as the whole history, and the node has all that is needed of it.
     call.__dict__.pop("request", None)
     headers = {name.lower(): value for name, value in call.headers.items()}
     if used := _noted(call, "sampling"):
@@ -166,7 +165,7 @@ def read_call(call: Call) -> Node | None:
     if turn is not None:
         node.cost_usd = turn.usage.cost_usd
         if node.cost_usd is None and call.usage is not None:
-            node.cost_usd = call.usage.cost_usd  # not every dialect has a place for it in its answers
+            node.cost_usd = call.usage.cost_usd  # the answers of some dialects have no field for it
         node.cost_source = "provider" if node.cost_usd is not None else None
         if node.cost_usd is None and call.upstream is not None:
             node.cost_usd = cost_of(turn.usage, call.upstream.model, call.upstream.provider)
@@ -175,7 +174,7 @@ def read_call(call: Call) -> Node | None:
 
 
 def turn_of(call: Call, request: Request) -> Turn | None:
-    """The answer that the agent received whole, with the usage and tokens that the upstream gave; None without one."""
+    """The answer delivered to the agent, with the upstream's usage and tokens; None unless all of it was delivered."""
     turn = _parse_answer(call.answer, call.dialect)
     if turn is None:
         return None
@@ -186,7 +185,7 @@ def turn_of(call: Call, request: Request) -> Turn | None:
     usage = call.usage or (source or turn).usage
     tokens = (source.tokens if source else None) or turn.tokens or _noted_tokens(call)
     if any(note.get("redacted") for note in call.notes):
-        tokens = None  # a secret was removed, and its tokens with it
+        tokens = None  # the ids of a redacted secret would reveal it
     native = source.native_stop if source else turn.native_stop
     named = (source.model if source else turn.model if call.upstream else None) or served or request.model
     answer = replace(turn, usage=usage, tokens=tokens, model=named, native_stop=native)
@@ -194,7 +193,7 @@ def turn_of(call: Call, request: Request) -> Turn | None:
 
 
 def _noted(call: Call, name: str) -> Any:
-    """The gateway's note on a call under this name; None without one."""
+    """The gateway's note `name` on a call, or None."""
     return next((note[name] for note in call.notes if name in note), None)
 
 
@@ -212,7 +211,7 @@ def _parse_answer(answer: RecordedAnswer | None, dialect: str) -> Turn | None:
 
 
 def _noted_tokens(call: Call) -> Tokens | None:
-    """The tokens that a policy reported, which may have come in pieces."""
+    """The tokens reported by a policy, possibly in several notes."""
     pieces: list[Tokens] = []
     for note in call.notes:
         if isinstance(noted := note.get("tokens"), dict):
@@ -222,9 +221,9 @@ def _noted_tokens(call: Call) -> Tokens | None:
 
 
 def compute_keys(node: Node, recent: Sequence[Node]) -> None:
-    """Work out the keys of a call, and share what it says again with a call shortly before it.
+    """Compute the keys of a call, and share messages with a recent call that has the same ones.
 
-    Histories grow by a little with each call, so a session takes memory and time for what is new, not for its square.
+    Each call repeats the history, so without sharing, memory and time would grow with the square of a session.
     """
     messages, shared = node.request.messages, 0
     start = blake2b(system_words(node).encode(errors="replace"), digest_size=16).digest()
@@ -249,7 +248,7 @@ def compute_keys(node: Node, recent: Sequence[Node]) -> None:
 
 
 def system_words(node: Node) -> str:
-    """The start of the system prompt, without what changes from call to call."""
+    """The start of the system prompt without the parts that change between calls."""
     texts = (text[:4000] for text in node.request.system[:100] if not text.startswith(BILLING))
     return re.sub(r"\d+", "0", "\n".join(texts)[:4000])[:400]
 
@@ -270,7 +269,7 @@ def link(chain: bytes, key: bytes) -> bytes:
 
 
 def id_key_of(message: Message) -> bytes:
-    """The tool calls of a message, or the results in it, by their ids; nothing if it has neither."""
+    """A digest of the ids of a message's tool calls and results; empty if it has none."""
     ids = [part.id for part in message.parts if isinstance(part, ToolCall)]
     ids += [part.call_id for part in message.parts if isinstance(part, ToolResult)]
     return blake2b(json.dumps([message.role, ids]).encode(), digest_size=16).digest() if any(ids) else b""
@@ -280,7 +279,7 @@ _SORTED = json.JSONEncoder(sort_keys=True, default=str)
 
 
 def key_of(message: Message) -> bytes:
-    """A digest of a message without the parts that clients change: ids, reminders, white space, reasoning."""
+    """A digest of a message without the parts that clients change (ids, reminders, white space, reasoning)."""
     calls = [(part.name, parse_arguments(part.arguments)) for part in message.parts if isinstance(part, ToolCall)]
     text = "" if calls else " ".join(_without_reminders(" ".join(texts_of(message))).split())
     results = [
@@ -294,8 +293,7 @@ def key_of(message: Message) -> bytes:
 
 
 def _without_reminders(text: str) -> str:
-    """A pattern would look for the end of each of many beginnings."""
-    if _REMINDER not in text:
+    if _REMINDER not in text:  # no regex: it would take quadratic time for many openings without an end
         return text
     *parts, rest = text.split(_REMINDED)
     kept = (part.partition(_REMINDER)[0] if _REMINDER in part else part + _REMINDED for part in parts)

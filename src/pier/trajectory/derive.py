@@ -1,11 +1,10 @@
-"""A trajectory from the wire: ATIF for any agent, derived from the recording of its model calls alone.
+"""Derives the ATIF trajectory of any agent from the recording of its model calls alone.
 
-`Derivation` follows a recording and rewrites the trajectory file whenever calls have ended, so that a running trial can
-be watched; `write_trajectory` does it once, at the end. One agent step per answer that was delivered whole; what the
-agent sent that was new since its last call becomes user and system steps, and results of tool calls become observations
-of the step that made the calls. Nothing is invented: a step without words has an empty message. Totals cover everything
-that was spent, with a breakdown by kind of call; a cost is the provider's own figure, else from the price table with
-its version, else null.
+`Derivation` follows a recording and rewrites the trajectory file whenever calls ended, so that a running trial can be
+watched; `write_trajectory` writes it once. Each complete answer is an agent step; messages that are new since the last
+call become user and system steps, and tool results become observations of the step with the tool calls. No text is
+invented: a step without text has an empty message. Totals cover all calls, with a breakdown by kind; a cost is the
+provider's own figure, else computed from a price table (named with its version), else null.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from pier.record.reader import Reader, find
 from pier.trajectory import model as atif
 from pier.trajectory.calls import Node, read_calls
 from pier.trajectory.lineage import Lineage, Thread
-from pier.trajectory.model import whole_characters
+from pier.trajectory.model import iso, whole_characters
 from pier.trajectory.rules import IMAGES
 from pier.tree import Tree
 from pier.wire.turn import Media, Message, Part, Reasoning, Refusal, Text, Tool, ToolCall, ToolResult, Turn
@@ -36,15 +34,15 @@ _SIDE_TEXT = 400
 
 @dataclass
 class StepBuilder:
-    """The steps of one thread as they grow, and the pictures that they name, by path."""
+    """Collects the steps of one thread, and their images by path."""
 
     steps: list[atif.Step] = field(default_factory=list)
     media: dict[str, bytes] = field(default_factory=dict)
     _by_call: dict[str, tuple[atif.Step, str]] = field(default_factory=dict)
-    """By the id on the wire: the latest step with that call, and the call's id there."""
+    """The latest step with a tool call and the call's id in it, by the call's id on the wire."""
 
     def take(self, node: Node) -> None:
-        """Add the steps of one call: first the agent's new messages, then the model's answer."""
+        """Add the steps of a model call: the agent's new messages, then the answer."""
         if not self.steps and node.request.system:
             texts = [Text(text) for text in node.request.system if text]
             self._add("system", self._content(texts), node.at)
@@ -55,7 +53,7 @@ class StepBuilder:
             self._take_turn(node, node.turn)
 
     def take_results(self, node: Node) -> None:
-        """Take only the tool results from a side call: a summary may be asked for right after a tool ran."""
+        """Add only the tool results in a side call, since an agent may request a summary right after a tool ran."""
         renamed = self._renamed_calls(node)
         for message in node.new_messages:
             for part in message.parts:
@@ -63,14 +61,14 @@ class StepBuilder:
                     self._observe(part, renamed.get(part.call_id, part.call_id))
 
     def _renamed_calls(self, node: Node) -> dict[str, str]:
-        """The ids that the agent gave to the calls of the last answer; Gemini's have none on the wire."""
+        """Map the agent's ids of the last answer's tool calls to ours: Gemini's wire format has no ids."""
         if node.parent is None or node.parent.turn is None:
             return {}
         place = len(node.parent.keys)
         if place >= len(node.request.messages):
             return {}
-        theirs = [part.id for part in node.request.messages[place].parts if isinstance(part, ToolCall)]
-        return dict(zip(theirs, (call.id for call in node.parent.turn.calls), strict=False))
+        ids = [part.id for part in node.request.messages[place].parts if isinstance(part, ToolCall)]
+        return dict(zip(ids, (call.id for call in node.parent.turn.calls), strict=False))
 
     def _take_message(self, message: Message, node: Node, renamed: dict[str, str]) -> None:
         if message.role == "assistant":
@@ -88,9 +86,9 @@ class StepBuilder:
                 step.extra = {"compaction": True}
 
     def _take_copied_answer(self, message: Message, node: Node) -> None:
-        """An answer in a history that no call of this recording gave."""
-        texts = [part for part in message.parts if isinstance(part, Text | Refusal)]
-        step = self._add("agent", whole_characters("".join(part.text for part in texts)), node.at)
+        """Add an answer in the history that is not in this recording."""
+        texts = [part.text for part in message.parts if isinstance(part, Text | Refusal)]
+        step = self._add("agent", whole_characters("".join(texts)), node.at)
         step.is_copied_context, step.llm_call_count = True, 0
         self._call_tools(step, [part for part in message.parts if isinstance(part, ToolCall)])
 
@@ -111,7 +109,7 @@ class StepBuilder:
         step.observation.results.append(observed)
 
     def refer(self, call_id: str, trajectory_id: str) -> None:
-        """Note at the result of a call that it was the work of a sub-agent."""
+        """Add a reference to a sub-agent's trajectory to the result of the tool call that started it."""
         if call_id not in self._by_call:
             return
         step, call_id = self._by_call[call_id]
@@ -124,8 +122,8 @@ class StepBuilder:
         result.subagent_trajectory_ref = [*(result.subagent_trajectory_ref or ()), ref]
 
     def _take_turn(self, node: Node, turn: Turn) -> None:
-        said = [part for part in turn.parts if isinstance(part, Text | Refusal)]
-        step = self._add("agent", whole_characters("".join(part.text for part in said)), node.ended or node.at)
+        texts = [part.text for part in turn.parts if isinstance(part, Text | Refusal)]
+        step = self._add("agent", whole_characters("".join(texts)), node.ended or node.at)
         step.model_name = turn.model or node.request.model
         step.llm_call_count = 1
         thoughts = [part.text for part in turn.parts if isinstance(part, Reasoning) and part.text]
@@ -140,7 +138,7 @@ class StepBuilder:
         for wire in calls:
             call = _tool_call(wire)
             if wire.id in self._by_call:
-                # A server that numbers its calls anew in each answer; ids must be distinct all the same.
+                # Some servers restart their numbering in each answer, but ATIF needs distinct ids.
                 call.extra = {**(call.extra or {}), "wire_id": wire.id}
                 call.tool_call_id = f"{wire.id}.{step.step_id}.{len(listed)}"
             self._by_call[wire.id] = (step, call.tool_call_id)
@@ -160,7 +158,7 @@ class StepBuilder:
         return step
 
     def _content(self, parts: Iterable[Part]) -> atif.Content:
-        """Text as a string; a list where there are several parts or pictures."""
+        """Return a single text as a string, several parts or images as a list."""
         listed = [part for part in parts if isinstance(part, Text | Refusal) or _shown(part)]
         if len(listed) == 1 and isinstance(listed[0], Text | Refusal):
             return whole_characters(listed[0].text)
@@ -230,14 +228,9 @@ def tool_definitions(tools: Iterable[Tool]) -> list[dict[str, Any]] | None:
     return listed or None
 
 
-def iso(at: float) -> str:
-    """A moment in UTC, to the millisecond."""
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
 @dataclass(slots=True)
 class StepTotals:
-    """The usage of some calls. `cost_usd` is None as soon as one of them has no known cost."""
+    """Summed usage of calls. `cost_usd` is None once a call without a known cost is added."""
 
     calls: int = 0
     prompt_tokens: int | None = None
@@ -247,7 +240,7 @@ class StepTotals:
     unpriced: int = 0
 
     def add(self, node: Node) -> None:
-        """Add a call, if it was answered."""
+        """Add a call; an unanswered one counts nothing."""
         if node.turn is not None:
             usage, unpriced = node.turn.usage, int(node.cost_usd is None)
             counts = (usage.input_tokens, usage.output_tokens, usage.cached_tokens)
@@ -264,7 +257,7 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class TrajectorySummary:
-    """The result of a derivation. `path` is None when there was nothing to write."""
+    """The result of a derivation. `path` is None if no file was written."""
 
     path: Path | None
     steps: int = 0
@@ -277,11 +270,11 @@ class TrajectorySummary:
     peak_context_tokens: int | None = None
     summarization_count: int = 0
     calls: dict[str, int] = field(default_factory=dict)
-    """Generations by kind: main, compaction, sub_agent, side, foreign, retry."""
+    """Number of model calls of each kind (`pier.trajectory.calls.Kind`)."""
 
 
 class Derivation:
-    """Follows one recording. Each call is read once; calls are sorted into threads at each update."""
+    """Follows one recording. Each call is read once; each update sorts all calls into threads again."""
 
     def __init__(self, recording: Path, target: Path, about: About, most: int | None = None) -> None:
         self._reader = Reader(find(recording), most)
@@ -291,8 +284,7 @@ class Derivation:
         self.trajectory: atif.Trajectory | None = None
 
     def update(self, *, durable: bool = True) -> TrajectorySummary:
-        """Take in what was recorded since the last time and write the file, if there is anything to say; with
-        `durable`, wait until it is on disk."""
+        """Read newly recorded calls and write the file if there are steps; with `durable`, wait until it is on disk."""
         calls = (call for call in self._reader.poll() if call.kind == "generate")
         for call, node in read_calls(calls, self._read.values()):
             self._read[call.number] = node
@@ -317,13 +309,13 @@ class Derivation:
 def write_trajectory(
     recording: Path, target: Path, about: About, *, durable: bool = True, most: int | None = None
 ) -> TrajectorySummary:
-    """Write to `target` the trajectory of the recording at `recording`, a file or a trial's directory;
-    `RecordingTooLarge` if it takes more than `most`, as `Reader` counts."""
+    """Write the trajectory of the recording at `recording`, a file or a trial's directory, to `target`.
+    `RecordingTooLarge` if it takes more than `most` bytes of memory, as `Reader` counts."""
     return Derivation(recording, target, about, most).update(durable=durable)
 
 
 class _TrajectoryBuilder:
-    """Makes one trajectory of sorted threads: the main one, with sub-agents embedded where they were begun."""
+    """Builds one trajectory from sorted threads: the main one, with its sub-agents embedded."""
 
     def __init__(self, threads: list[Thread], about: About) -> None:
         self._threads = threads
@@ -347,7 +339,7 @@ class _TrajectoryBuilder:
         return trajectory, self._media
 
     def _side_calls(self) -> list[dict[str, Any]]:
-        """The calls that no step stands for, by number: what each was for, what was answered and what it used."""
+        """The calls without a step (side calls, foreign ones, retries), with the start of the answer and the usage."""
         nodes = [node for thread in self._threads for node in thread.nodes if node.kind in ("side", "foreign", "retry")]
         found: list[dict[str, Any]] = []
         for node in sorted(nodes, key=lambda node: node.number):

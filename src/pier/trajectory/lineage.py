@@ -1,17 +1,17 @@
-"""Sorts a session's model calls: which call continues which, what each was for, and how the work ended.
+"""Sorts a session's model calls into threads, classifies them, and determines how the work ended.
 
 The calls of a recording form a tree over message prefixes. A call whose messages begin with those of an earlier call
-and its answer continues that call; calls linked so are a thread. What a thread is for follows from what began it:
+and its answer continues that call; calls linked this way are a thread. The origin of a thread determines its kind:
 
 - `main`: the agent's own work; there is one.
 - `compaction`: the first call after the history was replaced by a summary; what follows it is main again.
-- `sub_agent`: work begun by a tool call of another thread.
-- `side`: titles, summaries, routers, quota probes: no tools, nothing follows from the answer.
-- `foreign`: calls by some other program that was given the agent's key.
-- `retry`: a call that came to nothing, since the agent asked the same again.
+- `sub_agent`: work started by a tool call of another thread.
+- `side`: titles, summaries, routers, quota probes: calls without tools whose answers nothing builds on.
+- `foreign`: calls by another program that has the agent's key.
+- `retry`: a call whose answer was not used, since the agent repeated the request.
 
-How the work ended is read from its own calls. A title or a summary that fails at the very end says nothing about the
-work, and one that is answered does not make up for a model that was gone.
+Only the main work determines how a session ended: a title or a summary that fails at the end does not count against it,
+and an answered one does not make up for a model that stopped answering.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from pier.wire.values import parse_arguments
 
 SIDE_TASK = re.compile(r"\btitle|summar[iy]|\bquota\b|topic|short name|branch name|condense|compact", re.IGNORECASE)
 _EARLIER = 512
-"""Calls before a thread that it may go back to."""
+"""Number of calls before a thread that are searched for its origin."""
 _MIN_PROMPT = 12
 _MIN_MATCH = 40
-"""A match of this many characters is significant; fewer will do if they come from a call for a summary."""
+"""Characters that make a match significant; a fifth of them is enough in the answer to a request for a summary."""
 
 
 @dataclass(eq=False, slots=True)
@@ -54,7 +54,7 @@ class Thread:
 
     @property
     def root(self) -> Node:
-        """The call that began it; not one that was asked again."""
+        """Its first call that is not a retry."""
         return next((node for node in self.nodes if node.kind != "retry"), self.nodes[0])
 
     @property
@@ -63,7 +63,7 @@ class Thread:
 
 
 class Lineage:
-    """The tree of one session's calls. Add nodes in the order of their requests, then `threads` sorts them out."""
+    """The tree of one session's calls. Add nodes in the order of their requests, then call `threads`."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -82,10 +82,10 @@ class Lineage:
             self._answers[link(node.id_chain[-1], id_key_of(answer) or key_of(answer))] = node
 
     def _find_parent(self, node: Node) -> Node | None:
-        """The call that the longest part of a history comes from."""
+        """Find the call that shares the longest part of this call's history."""
         for length in range(len(node.keys), 0, -1):
             if length < len(node.keys) and node.request.messages[length].role == "assistant":
-                # The agent may have changed what the model said; the place after the same question is then enough.
+                # The agent may have edited the model's answer; the same messages before it are enough.
                 known = self._requests.get(node.chain[length]) or self._requests.get(node.id_chain[length])
                 if known is not None and known.turn is not None:
                     return known
@@ -95,7 +95,7 @@ class Lineage:
         return None
 
     def threads(self) -> list[Thread]:
-        """All threads, each call in exactly one, with their kinds; the main one first if there is one."""
+        """Classify all calls, and return the threads, the main one first. Each call is in exactly one."""
         for node in self.nodes:
             node.kind, node.spawned_by = "main", None
         self._mark_retries()
@@ -116,7 +116,7 @@ class Lineage:
         return [main, *(thread for thread in threads if thread is not main)]
 
     def _mark_retries(self) -> None:
-        """Of calls that ask the same, the one that is continued counts, else the last one with an answer."""
+        """Mark repeated requests as retries, except those that another call continues, else the last answered one."""
         continued = {id(node.parent) for node in self.nodes if node.parent is not None}
         groups: dict[tuple[bytes, bool, str], list[Node]] = {}
         for node in self.nodes:
@@ -136,7 +136,7 @@ class Lineage:
         by_question: dict[tuple[bytes, bool, str], Thread] = {}
         threads: list[Thread] = []
         for node in self.nodes:
-            # A retried first call begins no second thread.
+            # A retry of a thread's first call belongs to that thread.
             thread = by_node.get(id(node.parent)) or by_question.get(node.question)
             if thread is None:
                 thread = Thread([])
@@ -147,7 +147,7 @@ class Lineage:
         return threads
 
     def _mark_side_calls(self, threads: list[Thread]) -> None:
-        """Calls amid work with tools whose answers nothing builds on, and that offer no tools or want a summary."""
+        """Mark calls in threads with tools that nothing continues, if they offer no tools or ask for a summary."""
         continued = {id(node.parent) for node in self.nodes}
         last = self.nodes[-1]
         for thread in threads:
@@ -159,7 +159,7 @@ class Lineage:
 
     @staticmethod
     def _join(main: Thread, threads: list[Thread]) -> None:
-        """Threads that carry the main work on become part of it."""
+        """Merge threads that continue the main work into the main thread."""
         joined = [thread for thread in threads if thread is not main and thread.kind == "main"]
         parts = [_work(main)]
         for thread in joined:
@@ -178,7 +178,7 @@ def _work(thread: Thread) -> list[Node]:
 
 
 def _main_of(threads: list[Thread]) -> Thread | None:
-    """The first thread that offers tools; in a session without tools the longest one."""
+    """The first thread that offers tools, or the longest one in a session without tools."""
     with_tools = [thread for thread in threads if thread.offers_tools and not _is_sub_agent_by_header(thread.root)]
     if with_tools:
         return with_tools[0]
@@ -187,8 +187,8 @@ def _main_of(threads: list[Thread]) -> Thread | None:
 
 
 class _Sorter:
-    """Decides what threads other than the main one are for. An agent may begin very many, so a thread is compared with
-    a bounded number of calls before it, and what is asked of a call again is worked out once."""
+    """Classifies the threads other than the main one. An agent may start very many, so each is compared with a bounded
+    number of earlier calls, and the texts of a call are extracted once."""
 
     def __init__(self, main: Thread, nodes: list[Node]) -> None:
         self._root = main.root
@@ -198,7 +198,7 @@ class _Sorter:
         self._numbers = [node.number for node in main.nodes]
         self._nodes = nodes
         self._places = {id(node): place for place, node in enumerate(nodes)}
-        self._given: dict[int, list[tuple[str, str]]] = {}
+        self._texts: dict[int, list[tuple[str, str]]] = {}
         self._cores: dict[int, str] = {}
 
     def classify(self, thread: Thread) -> None:
@@ -227,76 +227,76 @@ class _Sorter:
             thread.kind = "sub_agent"
 
     def _spawner(self, root: Node, earlier: list[Node]) -> tuple[Node, str] | None:
-        """The tool call whose arguments hold the text that this thread was begun with."""
+        """The tool call whose arguments contain the prompt of this thread."""
         users = [message for message in root.request.messages if message.role == "user"]
         prompts = [text.strip() for message in users for text in texts_of(message)]
         prompts = [text for text in prompts if len(text) >= _MIN_PROMPT]
         for node in reversed(earlier) if prompts else ():
-            if (given := self._given.get(id(node))) is None:
-                given = self._given[id(node)] = _given_texts(node)
-            for value, call in given:
+            if (texts := self._texts.get(id(node))) is None:
+                texts = self._texts[id(node)] = _argument_texts(node)
+            for value, call in texts:
                 if any(value in prompt for prompt in prompts):
                     return node, call
         return None
 
     def _predecessor(self, root: Node, earlier: list[Node]) -> Node | None:
-        """The call where a thread takes up again: the one that wrote its summary, or the one whose last words it
-        has."""
+        """The call that a thread resumes from: the one that wrote its summary, or the last one whose messages it
+        repeats."""
         place = bisect_left(self._numbers, root.number)
         last = self._main[place - 1] if place else None
         if last is None or system_words(root) != system_words(last):
             return None
-        said = "\n".join(text for message in root.request.messages[:4] for text in texts_of(message))
+        start = "\n".join(text for message in root.request.messages[:4] for text in texts_of(message))
         for node in reversed(earlier):
             if (core := self._cores.get(id(node))) is None:
                 core = self._cores[id(node)] = _core_of(node)
-            if core and (core[:200] in said or core[-200:] in said):
+            if core and (core[:200] in start or core[-200:] in start):
                 return node
         tail = set(last.keys[-4:])
-        goes_on = len(tail & set(root.keys)) >= 2 and root.keys[:1] != last.keys[:1]
-        return last if goes_on else None
+        repeats = len(tail & set(root.keys)) >= 2 and root.keys[:1] != last.keys[:1]
+        return last if repeats else None
 
 
-def _given_texts(node: Node) -> list[tuple[str, str]]:
-    """The texts in the arguments of an answer's tool calls that may begin a thread, and the ids of the calls."""
+def _argument_texts(node: Node) -> list[tuple[str, str]]:
+    """The texts in the arguments of an answer's tool calls that may be prompts of sub-agents, with the calls' ids."""
     calls = node.turn.calls if node.turn else ()
-    given = ((value, call.id) for call in calls for value in parse_arguments(call.arguments).values())
-    texts = ((value.strip(), call) for value, call in given if isinstance(value, str))
+    values = ((value, call.id) for call in calls for value in parse_arguments(call.arguments).values())
+    texts = ((value.strip(), call) for value, call in values if isinstance(value, str))
     return [(text, call) for text, call in texts if len(text) >= _MIN_PROMPT]
 
 
 def _core_of(node: Node) -> str:
-    """The text of an answer without tags, if it is long enough to be recognised."""
+    """The text of an answer without tags, or nothing if it is too short to be recognised."""
     core = re.sub(r"</?\w+>", "", node.turn.text.strip()).strip() if node.turn else ""
-    asked = node.request.messages[-1].text if node.request.messages else ""
-    enough = _MIN_MATCH if node.request.tools and not SIDE_TASK.search(asked) else _MIN_MATCH // 5
-    return core if len(core) >= enough else ""
+    is_work = node.request.tools and not SIDE_TASK.search(_prompt_of(node))
+    return core if len(core) >= (_MIN_MATCH if is_work else _MIN_MATCH // 5) else ""
+
+
+def _prompt_of(node: Node) -> str:
+    """The text of the last message of a request."""
+    return node.request.messages[-1].text if node.request.messages else ""
 
 
 def _wants_summary(node: Node) -> bool:
-    asked = node.request.messages[-1].text if node.request.messages else ""
-    return node.turn is not None and not node.turn.calls and SIDE_TASK.search(asked) is not None
+    return node.turn is not None and not node.turn.calls and SIDE_TASK.search(_prompt_of(node)) is not None
 
 
 def _looks_like_side_call(thread: Thread, main: Node | None = None) -> bool:
     request = thread.root.request
     if len([node for node in thread.nodes if node.kind != "retry"]) > 1:
         return False
-    most = request.sampling.max_tokens
-    few = most is not None and most <= 32 and not (main and main.request.sampling.max_tokens == most)
-    words = "\n".join([*request.system, *(message.text[:500] for message in request.messages[-1:])])
-    return few or request.response_format is not None or SIDE_TASK.search(words) is not None
+    limit = request.sampling.max_tokens
+    is_short = limit is not None and limit <= 32 and not (main and main.request.sampling.max_tokens == limit)
+    text = "\n".join([*request.system, _prompt_of(thread.root)[:500]])
+    return is_short or request.response_format is not None or SIDE_TASK.search(text) is not None
 
 
 def _is_other_program(root: Node, main: Node) -> bool:
-    ours, theirs = main.headers.get("user-agent"), root.headers.get("user-agent")
-    return main.request.dialect != root.request.dialect or (
-        ours is not None and theirs is not None and _program(ours) != _program(theirs)
-    )
-
-
-def _program(agent: str) -> str:
-    return re.split(r"[/ (]", agent, maxsplit=1)[0].lower()
+    if main.request.dialect != root.request.dialect:
+        return True
+    agents = [node.headers["user-agent"] for node in (main, root) if "user-agent" in node.headers]
+    programs = [re.split(r"[/ (]", agent, maxsplit=1)[0].lower() for agent in agents]
+    return len(set(programs)) > 1
 
 
 def _is_sub_agent_by_header(node: Node) -> bool:
@@ -305,16 +305,16 @@ def _is_sub_agent_by_header(node: Node) -> bool:
 
 
 _CLIENT_TIMEOUT = 20.0
-"""Seconds after which a client may give up a model that says nothing."""
+"""Seconds of silence after which a client may give up a call."""
 _LONG_WAIT = 60.0
 _NEAR_END = 5.0
-"""A call that ended this many seconds before the agent, or fewer, may have ended with it."""
+"""Seconds between the ends of a call and of its agent within which the agent's end may have cut the call off."""
 _SUGGESTS = re.compile(r"\bsuggest", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How the work ended. `fault` is that of its last call, None if that call was answered or given up."""
+    """The end of the work. `fault` is that of its last call, None if that call was answered or cancelled."""
 
     fault: str | None
     status: int
@@ -322,7 +322,7 @@ class Ending:
 
 
 def how_work_ended(generations: Iterable[Generation]) -> Ending | None:
-    """How the last call of the work ended; None if no call belongs to it."""
+    """Determine how the last call of the work ended; None without calls."""
     calls = {each.node.number: each for each in generations if each.node.ended is not None}
     lineage = Lineage()
     for number in sorted(calls):
@@ -341,8 +341,7 @@ def how_work_ended(generations: Iterable[Generation]) -> Ending | None:
 
 
 def _last(nodes: list[Node], calls: Mapping[int, Generation]) -> Node | None:
-    """The last call that was answered, failed or met the end of a budget. One that the agent gave up says nothing; the
-    one before it does."""
+    """The last call that was answered, failed or hit a budget. Calls that the agent cancelled are skipped."""
     for node in reversed(nodes):
         if node.turn is not None or calls[node.number].fault or calls[node.number].outcome == "refused":
             return node
@@ -350,11 +349,11 @@ def _last(nodes: list[Node], calls: Mapping[int, Generation]) -> Node | None:
 
 
 def waited_without_answer(calls: Sequence[Generation], until: float, *, killed: bool = True) -> bool:
-    """Whether an agent that ended at `until` had waited for a model that no longer answered: since its last answer it
+    """Whether an agent that ended at `until` was waiting for a model that no longer answered: since its last answer it
     waited for half of its time, or for a minute and ten times as long as for any answer.
 
-    Calls at the same time are one wait, and those that it cut off itself before a model could answer are none; that of
-    an agent that was `killed` may be one. Calls that began before the last one that was answered are not its work."""
+    Overlapping calls count as one wait. Calls that the agent cancelled before a model could answer do not count, unless
+    the agent was `killed` while it waited; nor do calls that started before the last answered one."""
     known = [call for call in calls if call.answered]
     began = max((call.node.at for call in known), default=0.0)
     seen = since = max((call.node.ended or until for call in known), default=0.0)
@@ -381,9 +380,9 @@ def _main_work(main: Thread) -> list[Node]:
 
 
 def _is_late_side_call(node: Node, main: Thread) -> bool:
-    """Whether a call without an answer asks for a summary or a suggestion after the work was done."""
+    """Whether an unanswered call asks for a summary or a suggestion after the work was done."""
     before = node.parent.turn if node.parent is not None else None
     if node.turn is not None or before is None or before.calls or not main.offers_tools:
         return False
-    asked = node.request.messages[-1].text if node.request.messages else ""
-    return bool(SIDE_TASK.search(asked) or _SUGGESTS.search(asked))
+    prompt = _prompt_of(node)
+    return bool(SIDE_TASK.search(prompt) or _SUGGESTS.search(prompt))

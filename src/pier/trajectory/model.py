@@ -1,15 +1,14 @@
-"""ATIF, the agent trajectory interchange format, as it is on disk.
+"""Reads and writes trajectory files in ATIF, the agent trajectory interchange format.
 
-Reads every version up to 1.8 and writes 1.7. Unknown fields are refused, as Harbor does; `pier.trajectory.rules` checks
-what a field may hold beyond its type.
-
-Reads and writes trajectory files. Written as Harbor does: indented, without nulls, number lists on one line.
+Reads every version up to 1.8 and writes 1.7, formatted as Harbor does: indented, without nulls, number lists on one
+line. Unknown fields are refused, as in Harbor; `pier.trajectory.rules` checks rules beyond the types of fields.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +29,7 @@ class _Atif(BaseModel):
 
 
 class MediaSource(_Atif):
-    """Where a picture or sound is: a path relative to the trajectory file, or a URL."""
+    """An image or sound; `path` is relative to the trajectory file, or a URL."""
 
     media_type: str
     path: str
@@ -80,7 +79,7 @@ class Observation(_Atif):
 
 
 class Metrics(_Atif):
-    """Of one step. Prompt tokens include cached ones; completion tokens include reasoning."""
+    """Metrics of one step. Prompt tokens include cached ones; completion tokens include reasoning."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -118,7 +117,7 @@ class Step(_Atif):
 
     @property
     def text(self) -> str:
-        """The message without its pictures."""
+        """The message without its images."""
         return text_of(self.message)
 
 
@@ -141,24 +140,35 @@ class Trajectory(_Atif):
 
 def text_of(content: Content | None) -> str:
     """The text in a message or an observation."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
+    if content is None or isinstance(content, str):
+        return content or ""
     return "\n".join(part.text for part in content if part.text)
+
+
+def iso(at: float) -> str:
+    """A time in seconds since the epoch as ISO 8601 in UTC, to the millisecond."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def time_of(text: str) -> datetime | None:
+    """An ISO 8601 time, UTC unless it has a zone; None if it is invalid."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 _NUMBERS = re.compile(r"\[\s*(-?\d[\d.eE+-]*(?:,\s*-?\d[\d.eE+-]*)*)\s*\]")
 
 
 def dump(trajectory: Trajectory) -> str:
-    """The text of a trajectory file."""
     text = json.dumps(trajectory.model_dump(exclude_none=True), indent=2, ensure_ascii=False)
     return whole_characters("".join(_compact(line) for line in _outside_strings(text)) + "\n")
 
 
 def whole_characters(text: str) -> str:
-    """Halves of characters, as a streamed answer may bring them, joined again; a half without its other is replaced."""
+    """Join surrogate pairs, which a streamed answer may split, and replace lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -167,8 +177,8 @@ def whole_characters(text: str) -> str:
 
 
 def _outside_strings(text: str) -> list[str]:
-    """The text in pieces, each either one JSON string or what stands between two."""
-    # Possessive, since a string that can be given up again takes a hundred bytes of memory for each character.
+    """Split JSON into its strings and the text between them."""
+    # Possessive, since backtracking into a string takes a hundred bytes of memory per character.
     return re.split(r'("(?:[^"\\]++|\\.)*+")', text)
 
 
@@ -179,18 +189,18 @@ def _compact(piece: str) -> str:
 
 
 def write(path: Path, trajectory: Trajectory, *, durable: bool = True) -> None:
-    """Replace the file at `path`, all of it or not at all."""
+    """Replace the file at `path` atomically."""
     files.write(path, dump(trajectory), mode=0o600, durable=durable)
 
 
 def file_content(path: Path) -> bytes:
-    """The bytes of the file at `path`. A link is refused: in a trial's directory an agent may have made it."""
+    """The bytes of the file at `path`. Links are refused: an agent may have made them in its trial's directory."""
     with open_regular(path) as stream:
         return stream.read()
 
 
 def read(path: Path) -> Trajectory:
-    """The trajectory at `path`; `UsageError` says what is wrong with the file."""
+    """Read the trajectory at `path`; `UsageError` if it is invalid."""
     try:
         return Trajectory.model_validate_json(file_content(path))
     except (OSError, TreeError) as error:
@@ -204,7 +214,7 @@ def read(path: Path) -> Trajectory:
 
 
 def find(path: Path) -> Path:
-    """The trajectory file at `path`: the file itself, or the one of a trial's directory."""
+    """Find the trajectory file at `path`, a file or a trial's directory."""
     if path.is_file():
         return path
     if path.is_dir():

@@ -1,8 +1,7 @@
-"""Reads a trajectory file step by step: where each step begins and ends is found in one pass that keeps no text.
+"""Reads single steps of a trajectory file that may have hundreds of megabytes.
 
-A trajectory of a long run has a hundred megabytes, of which a reader looks at one screen. `scan` reads the file in
-pieces and remembers the byte range of every step, also of embedded sub-agents; `PagedTrajectory` then reads single
-steps. Any layout of JSON is read, not only that of files that pier wrote.
+`scan` passes over the file once and records the byte range of each step, those of embedded sub-agents included;
+`PagedTrajectory` then reads single steps. Any JSON layout is accepted, not only pier's own.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _DECODE = json.JSONDecoder(strict=False).raw_decode
 
 @dataclass(slots=True)
 class TrajectoryMap:
-    """Where the parts of a trajectory are in its file: a start and an end for each step, and for each other value of
-    the object by its key. `subs` are the embedded sub-agents."""
+    """Byte ranges of the parts of a trajectory in its file: `spans` has a start and an end for each step, `head` those
+    of the object's other values by key, `subs` the embedded sub-agents."""
 
     spans: array[int] = field(default_factory=lambda: array("Q"))
     head: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -59,8 +58,8 @@ class TrajectoryMap:
 
 
 class JsonWindow:
-    """A place in a file of JSON, and the text around it with one character per byte, so that places in the text are
-    places in the file. `ValueError` where the file is not what it should be, or ends."""
+    """A position in a JSON file, and a buffer of the text after it with one character per byte, so that offsets in the
+    text are offsets in the file. Methods raise `ValueError` if the file is invalid or ends."""
 
     def __init__(self, stream: IO[bytes], chunk: int = _CHUNK) -> None:
         self._stream = stream
@@ -70,7 +69,7 @@ class JsonWindow:
         self._is_last = False
 
     def _extend(self) -> None:
-        """Have more text, from the place on: twice as much of a long value."""
+        """Read more text after the position; the buffer doubles for a long value."""
         if self._is_last:
             raise ValueError("not a whole JSON object")
         size = max(self._chunk, len(self._text) - (self._at - self._base))
@@ -82,7 +81,7 @@ class JsonWindow:
             raise ValueError(f"a value of more than {_STEP_LIMIT} bytes")
 
     def peek(self) -> str:
-        """The next character that is not white space; the place is there now."""
+        """Move to the next character that is not white space, and return it."""
         while True:
             found = _SPACE.match(self._text, self._at - self._base)
             self._at = self._base + (found.end() if found else 0)
@@ -92,16 +91,16 @@ class JsonWindow:
 
     def expect(self, character: str) -> None:
         if self.peek() != character:
-            raise ValueError(f"not JSON: {character} was expected at {self._at}")
+            raise ValueError(f"not JSON: expected {character} at {self._at}")
         self._at += 1
 
     def skip(self) -> tuple[int, int]:
-        """Pass over a value; where it begins and ends."""
+        """Skip a value, and return its start and end."""
         self.peek()
         while True:
             try:
                 _, end = _DECODE(self._text, self._at - self._base)
-                # More digits may have been lost with the end of a torn file.
+                # A number at the end of a torn file may lack digits.
                 if end < len(self._text) or (self._is_last and not self._text[-1].isdigit()):
                     start, self._at = self._at, self._base + end
                     return start, self._at
@@ -117,7 +116,7 @@ class JsonWindow:
         return json.loads(text.encode("latin-1").decode(errors="replace"), strict=False)
 
     def elements(self, brackets: str = "[]") -> Iterator[None]:
-        """Stops before each element of a list, which is to be taken before the next."""
+        """Stop before each element of a list. The caller must read or skip it before the next."""
         self.expect(brackets[0])
         if self.peek() != brackets[1]:
             yield
@@ -127,7 +126,7 @@ class JsonWindow:
         self.expect(brackets[1])
 
     def members(self) -> Iterator[str]:
-        """The keys of an object, with the place before the value of each, which is to be taken before the next."""
+        """Yield the keys of an object. The caller must read or skip each value before the next."""
         for _ in self.elements("{}"):
             key = self.value()
             self.expect(":")
@@ -137,7 +136,7 @@ class JsonWindow:
 
 
 def scan(stream: IO[bytes]) -> TrajectoryMap:
-    """Where the parts of a trajectory are; ValueError if the file is not one whole JSON object."""
+    """Locate the parts of a trajectory; `ValueError` if the file is not one complete JSON object."""
     return _scan_object(JsonWindow(stream), 0)
 
 
@@ -161,7 +160,7 @@ def _scan_object(window: JsonWindow, depth: int) -> TrajectoryMap:
 
 
 class PagedTrajectory:
-    """An open trajectory file and the map of it, or of one of its sub-agents."""
+    """An open trajectory file and its map, or that of one of its sub-agents."""
 
     def __init__(self, stream: IO[bytes], found: TrajectoryMap) -> None:
         self._stream = stream
@@ -175,11 +174,11 @@ class PagedTrajectory:
         return [PagedTrajectory(self._stream, sub) for sub in self.map.subs]
 
     def raw(self, index: int) -> bytes:
-        """The JSON of a step, counted from 0."""
+        """The JSON of the step at a 0-based index."""
         return self._read(self.map.spans[2 * index], self.map.spans[2 * index + 1])
 
     def step(self, index: int) -> Step:
-        """A step, counted from 0. One that does not follow the format becomes a system step with its JSON."""
+        """The step at a 0-based index. An invalid one becomes a system step with its JSON."""
         data = self.raw(index)
         try:
             return Step.model_validate_json(data)
@@ -193,7 +192,7 @@ class PagedTrajectory:
             yield self.step(index)
 
     def value(self, key: str) -> Any:
-        """A value of the trajectory's object other than its steps; None if it is missing or too large."""
+        """A value of the trajectory other than its steps; None if it is missing, invalid or too large."""
         span = self.map.head.get(key)
         if span is None or span[1] - span[0] > _HEAD_LIMIT:
             return None

@@ -1,8 +1,8 @@
-"""The rules for trajectories: those of ATIF, and stricter ones of pier.
+"""Validates trajectories by the rules of ATIF and by stricter rules of pier.
 
-An `error` breaks ATIF itself: Harbor's validator refuses such a file too. A `strict` finding breaks one of the rules
-that pier adds, so that numbers can be trusted: one step per model call, real timestamps, totals that add up, costs
-with their source, references that lead somewhere.
+An `error` breaks ATIF itself: Harbor's validator refuses such a file too. A `strict` finding breaks a rule that pier
+adds so that numbers can be trusted: one step per model call, real timestamps, correct totals, costs with their source,
+valid references.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from pier.trajectory.model import VERSIONS, Content, Step, Trajectory, file_content
+from pier.trajectory.model import VERSIONS, Content, Step, Trajectory, file_content, time_of
 from pier.tree import Tree, TreeError
 
 IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
@@ -31,7 +31,7 @@ class RuleFinding:
 
 
 def validate_file(path: Path, *, media: bool = True) -> list[RuleFinding]:
-    """All findings for a file; with `media` also whether the pictures that it names are there."""
+    """All findings for a file; with `media`, missing images too."""
     try:
         trajectory = Trajectory.model_validate_json(file_content(path))
     except ValidationError as error:
@@ -45,7 +45,7 @@ def validate_file(path: Path, *, media: bool = True) -> list[RuleFinding]:
 
 
 def validate(trajectory: Trajectory, folder: Path | None = None, where: str = "") -> list[RuleFinding]:
-    """All findings for a trajectory and those embedded in it."""
+    """All findings for a trajectory and its embedded ones; with `folder`, images missing there too."""
     found = [*_errors(trajectory, where), *_strict(trajectory, where)]
     if folder is not None:
         found.extend(_missing_media(trajectory, folder, where))
@@ -59,7 +59,7 @@ def _errors(trajectory: Trajectory, where: str) -> Iterator[RuleFinding]:
         return RuleFinding("error", rule, where + place, message)
 
     if trajectory.schema_version not in VERSIONS:
-        yield error("version", "schema_version", f"{trajectory.schema_version!r} is not a known version")
+        yield error("version", "schema_version", f"unknown version {trajectory.schema_version!r}")
     elif trajectory.session_id is None and trajectory.schema_version < "ATIF-v1.7":
         yield error("session", "session_id", "is required before version 1.7")
     if not trajectory.steps:
@@ -77,12 +77,12 @@ def _errors(trajectory: Trajectory, where: str) -> Iterator[RuleFinding]:
 def _step_errors(step: Step, index: int) -> Iterator[tuple[str, str, str]]:
     if step.step_id != index + 1:
         yield "step_ids", "step_id", f"must be {index + 1}, is {step.step_id}"
-    if step.timestamp is not None and _time(step.timestamp) is None:
+    if step.timestamp is not None and time_of(step.timestamp) is None:
         yield "timestamps", "timestamp", f"{step.timestamp!r} is not ISO 8601"
     if step.source != "agent":
         for field in _AGENT_ONLY:
             if getattr(step, field) is not None:
-                yield "agent_only", field, f"belongs to agent steps, this one is of the {step.source}"
+                yield "agent_only", field, f"is for agent steps only; the source of this one is {step.source}"
     elif step.llm_call_count == 0 and (step.metrics is not None or step.reasoning_content is not None):
         yield "llm_calls", "llm_call_count", "a step without a model call has no metrics and no reasoning"
     yield from _content_errors(step.message, "message")
@@ -93,7 +93,7 @@ def _step_errors(step: Step, index: int) -> Iterator[tuple[str, str, str]]:
             yield "source_calls", f"{place}.source_call_id", f"unknown call {result.source_call_id!r}: not in this step"
         for ref in result.subagent_trajectory_ref or ():
             if ref.trajectory_id is None and ref.trajectory_path is None and ref.session_id is None:
-                yield "refs", f"{place}.subagent_trajectory_ref", "names neither a trajectory_id nor a path"
+                yield "refs", f"{place}.subagent_trajectory_ref", "has neither a trajectory_id nor a path"
         yield from _content_errors(result.content, f"{place}.content")
 
 
@@ -101,11 +101,11 @@ def _content_errors(content: Content | None, where: str) -> Iterator[tuple[str, 
     for index, part in enumerate(content if isinstance(content, list) else ()):
         place = f"{where}[{index}]"
         if (part.type == "text") != (part.text is not None):
-            yield "content", place, "has text exactly when it is of the type text"
+            yield "content", place, "must have text if its type is text, and only then"
         if (part.type != "text") != (part.source is not None):
-            yield "content", place, "has a source exactly when it is a picture or a sound"
+            yield "content", place, "must have a source if it is an image or a sound, and only then"
         if part.type == "image" and part.source and part.source.media_type not in IMAGES:
-            yield "content", place, f"{part.source.media_type} is not a picture that ATIF knows"
+            yield "content", place, f"unsupported image type {part.source.media_type}"
 
 
 def _strict(trajectory: Trajectory, where: str) -> Iterator[RuleFinding]:
@@ -118,10 +118,10 @@ def _strict(trajectory: Trajectory, where: str) -> Iterator[RuleFinding]:
     for index, step in enumerate(trajectory.steps):
         place = f"steps[{index}]"
         if step.source == "agent" and step.llm_call_count is None:
-            yield strict("one_call_per_step", place, "an agent step says how many model calls it took")
+            yield strict("one_call_per_step", place, "llm_call_count is missing from an agent step")
         if step.source != "agent" and step.llm_call_count is not None:
-            yield strict("one_call_per_step", place, "only agent steps count model calls")
-        time = _time(step.timestamp) if step.timestamp else None
+            yield strict("one_call_per_step", place, "llm_call_count is for agent steps only")
+        time = time_of(step.timestamp) if step.timestamp else None
         if step.timestamp is None:
             yield strict("timestamps", place, "has no timestamp")
         if time is not None and last is not None and time < last:
@@ -129,7 +129,7 @@ def _strict(trajectory: Trajectory, where: str) -> Iterator[RuleFinding]:
         last = time or last
         for call in step.tool_calls or ():
             if call.tool_call_id in seen:
-                yield strict("unique_calls", place, f"the call id {call.tool_call_id!r} was used before")
+                yield strict("unique_calls", place, f"duplicate call id {call.tool_call_id!r}")
             seen.add(call.tool_call_id)
         for result in step.observation.results if step.observation else ():
             for ref in result.subagent_trajectory_ref or ():
@@ -158,7 +158,7 @@ def _totals(trajectory: Trajectory) -> Iterator[tuple[str, str, str]]:
         if total is not None and total != listed:
             yield "totals", f"final_metrics.total_{name}", f"is {total}, its parts make {listed}"
     if final.total_cost_usd is not None and "cost_source" not in extra:
-        yield "cost_source", "final_metrics.extra", "a cost says where it comes from"
+        yield "cost_source", "final_metrics.extra", "cost_source is missing"
     prompts = [step.metrics.prompt_tokens for step in trajectory.agent_steps if step.metrics]
     known = [count for count in prompts if count is not None]
     if known and extra.get("peak_context_tokens") != max(known):
@@ -174,7 +174,7 @@ def _missing_media(trajectory: Trajectory, folder: Path, where: str) -> Iterator
             for part in content if isinstance(content, list) else ():
                 path = part.source.path if part.source else None
                 if path and "://" not in path and not _is_file(folder, path):
-                    yield RuleFinding("error", "media", f"{where}steps[{index}]", f"the file {path} is not there")
+                    yield RuleFinding("error", "media", f"{where}steps[{index}]", f"missing file {path}")
 
 
 def _is_file(folder: Path, path: str) -> bool:
@@ -184,11 +184,3 @@ def _is_file(folder: Path, path: str) -> bool:
     except OSError:
         return False
     return found is not None and found.kind == "file"
-
-
-def _time(text: str) -> datetime | None:
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return found if found.tzinfo else found.astimezone()

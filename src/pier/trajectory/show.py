@@ -1,20 +1,17 @@
-"""Trajectories for a terminal: as text, one paragraph per step with long texts cut, and as counts of steps, tools,
-tokens, context, cost and time.
-"""
+"""Prints trajectories on a terminal: as text with a paragraph per step, and as statistics."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Iterator
-from datetime import datetime
 from typing import Any
 
-from pier.trajectory.model import Step, Trajectory, text_of
+from pier.trajectory.model import Step, Trajectory, text_of, time_of
 
 
 def lines(trajectory: Trajectory, *, width: int = 2000, indent: str = "") -> Iterator[str]:
-    """The lines to print. A text of more than `width` characters is cut; 0 cuts nothing."""
+    """The lines to print. Texts are cut after `width` characters, unless it is 0."""
     agent = trajectory.agent
     model = f" with {agent.model_name}" if agent.model_name else ""
     yield f"{indent}{agent.name} {agent.version}{model}, {len(trajectory.steps)} steps"
@@ -66,7 +63,7 @@ def _block(lead: str, text: str, width: int) -> Iterator[str]:
 
 
 def stats(trajectory: Trajectory) -> dict[str, Any]:
-    """Counts of one trajectory. None is unknown. Tokens and cost are the totals that the file gives."""
+    """Statistics of one trajectory, None where unknown. Tokens and cost are the totals in the file."""
     final = trajectory.final_metrics
     extra = (final.extra if final else None) or {}
     tools = Counter(call.function_name for step in trajectory.steps for call in step.tool_calls or ())
@@ -98,10 +95,6 @@ def _sub_agents(trajectory: Trajectory) -> int:
 
 def _seconds(trajectory: Trajectory) -> float | None:
     stamps = [step.timestamp for step in trajectory.steps if step.timestamp]
-    if len(stamps) < 2:
+    if len(stamps) < 2 or (first := time_of(stamps[0])) is None or (last := time_of(stamps[-1])) is None:
         return None
-    try:
-        first, last = datetime.fromisoformat(stamps[0]), datetime.fromisoformat(stamps[-1])
-        return round((last - first).total_seconds(), 3)
-    except (ValueError, TypeError):
-        return None
+    return round((last - first).total_seconds(), 3)

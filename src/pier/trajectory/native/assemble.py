@@ -1,10 +1,9 @@
-"""The base of the readers of agents' session logs: opening logs, and assembling their records to steps.
+"""The base of the readers of agents' session logs: opens logs and assembles their records into steps.
 
-A reader is a subclass of `SessionReader` with `find` and `read`. `read` reports the entries of a log in order and the
-base class assembles one step per model call; memory holds the open step and nothing before it. An entry that belongs to
-no step (a late answer, a mark of compaction) becomes a separate step: nothing in the log is dropped. A log that is one
-JSON document is read piece by piece, with the memory of its largest element; what is whole before a tear counts. An
-agent may have written anything into its logs and databases.
+A reader is a subclass of `SessionReader` with `find` and `read` (or `read_row`), which report the entries of a log in
+order; the base class assembles one step per model call and keeps only the open step in memory. An entry outside of any
+step (a late result, a mark of compaction) becomes a separate step, so nothing in the log is lost. A log that is one
+JSON document is read element by element, up to where it is torn. The content of logs is untrusted.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -33,19 +32,21 @@ from pier.trajectory.model import (
     Step,
     StepToolCall,
     SubagentTrajectoryRef,
+    time_of,
 )
+from pier.trajectory.model import iso as iso_seconds
 from pier.trajectory.paged import JsonWindow
 from pier.tree import Tree, TreeError, find_files, open_regular
 
 T = TypeVar("T")
 EXTENSIONS = {"image/png": "png", "image/jpeg": "jpg", "image/gif": "gif", "image/webp": "webp"}
 _DEEPEST = 32
-"""The deepest nesting of sessions in a trajectory; one more level holds all that lies deeper."""
+"""The deepest nesting of sessions in a trajectory; deeper sessions are moved up to this level."""
 
 
 @dataclass(slots=True)
 class SessionLog:
-    """One session of an agent. Facts other than its steps are filled in while it is read."""
+    """One session of an agent. Reading its steps fills in the other fields."""
 
     reader: type[SessionReader]
     path: Path
@@ -56,14 +57,14 @@ class SessionLog:
     children: list[SessionLog] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     totals: LogTotals | None = None
-    """Set after the last step was read."""
+    """Set once the last step was read."""
 
     @property
     def agent(self) -> str:
         return self.reader.agent
 
     def child_in(self, text: Content) -> str | None:
-        """The id of a sub-agent that a text names."""
+        """The id of a sub-agent mentioned in a text."""
         return next((child.id for child in self.children if isinstance(text, str) and child.id in text), None)
 
     def child_among(self, values: Iterable[Any]) -> str | None:
@@ -71,7 +72,6 @@ class SessionLog:
         return next((child.id for value in values for child in self.children if child.id == value), None)
 
     def steps(self, media: Path | None = None) -> Iterator[Step]:
-        """The steps of the session, in order."""
         reader = self.reader(self, media)
         for _ in reader.read():
             yield from reader.drain()
@@ -81,9 +81,8 @@ class SessionLog:
 
 
 def nested(found: Iterable[tuple[SessionLog, Hashable, Hashable]]) -> list[SessionLog]:
-    """Of sessions, each with its key and the key of the one that started it (None without one), those that no other one
-    started; the rest are their children. Several of one key are all kept, and so are those that name each other, name
-    an unknown one or lie too deep."""
+    """Add sessions to the children of their parents, and return the top ones. Each comes with its key and its parent's
+    (None without one). None is lost: duplicates of a key, cycles and unknown parents make top sessions."""
     rows = list(found)
     known: dict[Hashable, SessionLog] = {}
     for session, key, _ in rows:
@@ -104,7 +103,7 @@ def nested(found: Iterable[tuple[SessionLog, Hashable, Hashable]]) -> list[Sessi
 
 
 def _flatten(tops: list[SessionLog]) -> None:
-    """Flatten sessions that are nested too deeply: readers of a trajectory recurse into them."""
+    """Move sessions that are nested too deeply up: readers of a trajectory recurse into them."""
     todo = [(session, 1) for session in tops]
     while todo:
         session, depth = todo.pop()
@@ -120,8 +119,6 @@ def _flatten(tops: list[SessionLog]) -> None:
 
 @dataclass(slots=True)
 class LogTotals:
-    """Sums over all steps."""
-
     prompt: int = 0
     completion: int = 0
     cached: int = 0
@@ -157,23 +154,24 @@ class LogTotals:
 
 
 class SessionReader:
-    """Reads the logs of one agent and assembles them to steps."""
+    """Reads the logs of one agent and assembles their steps."""
 
     agent: ClassVar[str]
 
     @classmethod
     def find(cls, root: Path) -> list[SessionLog]:
-        """The sessions below a directory, or in one file. A session that another one started is its child."""
+        """Find the sessions below a directory or in one file; sub-agents are children of the session that started
+        them."""
         raise NotImplementedError
 
     def read(self) -> Iterator[None]:
-        """Read the log from its beginning, and yield wherever whole steps may be taken."""
+        """Read the log from its beginning, and yield wherever the caller may take the finished steps."""
         for row in records(self.session.path):
             self.read_row(row, row.get("timestamp"))
             yield
 
     def read_row(self, row: dict[str, Any], at: str | None) -> None:
-        """Read one line of a log that is JSON lines."""
+        """Read one line of a log in JSON lines."""
         raise NotImplementedError
 
     def __init__(self, session: SessionLog, media: Path | None = None) -> None:
@@ -188,16 +186,19 @@ class SessionReader:
         self._key: str | None = None
         self._ready: deque[Step] = deque()
         self._last: str | None = None
+        self._latest: datetime | None = None
+        """Time of the last step, as in the log and parsed."""
         self._seen: set[str] = set()
 
     @property
     def key(self) -> str | None:
-        """Which model call the open step is of; None if no step is open."""
+        """The key of the model call of the open step; None if no step is open."""
         return self._key if self._open else None
 
     @property
     def is_over(self) -> bool:
-        """Whether what the model says next is another answer: no step is open, or its tokens or results are known."""
+        """Whether the next output of the model starts another answer: no step is open, or its tokens or results are
+        known."""
         return self._open is None or self._open.metrics is not None or self._open.observation is not None
 
     def drain(self) -> Iterator[Step]:
@@ -205,18 +206,18 @@ class SessionReader:
             yield self._ready.popleft()
 
     def say(self, source: Source, message: Content, at: str | None, *, injected: Any = None, **extra: Any) -> None:
-        """A step of the user or the system; `injected` if the agent itself wrote it in the user's name."""
+        """Add a step of the user or the system; `injected` if the agent wrote it in the user's name."""
         self.close()
         extra["injected"] = True if injected else None
         self._emit(Step(step_id=1, source=source, message=message, timestamp=at, extra=_known(extra)))
 
     def compacted(self, summary: str, at: str | None, **extra: Any) -> None:
-        """The agent replaced its history by a summary."""
+        """Add a step for the replacement of the history by a summary."""
         self.totals.compactions += 1
         self.say("system", summary, at, kind="compaction", **extra)
 
     def take_back(self, summary: str) -> dict[str, Any]:
-        """If the open step is the model call that wrote this summary, it is not a step of the work; its usage."""
+        """Drop the open step if it is the model call that wrote this summary, and return its usage."""
         step = self._open
         text = "\n\n".join(self._texts).strip()
         if step is None or step.tool_calls or not text or text not in summary:
@@ -227,7 +228,7 @@ class SessionReader:
         return {"input_tokens": step.metrics.prompt_tokens, "output_tokens": step.metrics.completion_tokens}
 
     def turn(self, key: str | None, at: str | None, model: str | None = None) -> None:
-        """A model call begins; the step before it is whole. The session's model is that of its first call."""
+        """Open the step of a model call and close the one before. The session's model is that of its first call."""
         self.close()
         self.session.model = self.session.model or model
         self._key = key
@@ -243,7 +244,7 @@ class SessionReader:
             self._reasoning.append(text)
 
     def block(self, block: dict[str, Any], call: str = "", arguments: str = "input") -> None:
-        """A block of an answer: a text, a thought, or a tool call if its type is `call`. Others are facts about it."""
+        """Add a block of an answer: a text, a thought, a tool call if its type is `call`, else an extra fact."""
         match block.get("type"):
             case "text":
                 self.text(block.get("text") or "")
@@ -255,24 +256,24 @@ class SessionReader:
                 self.note(**{str(kind): block})
 
     def call(self, id_: str, name: str, arguments: Any) -> None:
-        """A tool call of the open step. Arguments that are not a mapping are kept as they are under `input`."""
+        """Add a tool call to the open step. Arguments that are not a mapping are kept under `input`."""
         if self._open is None:
             self.turn(None, self._last)
         assert self._open is not None
         if id_ in self._calls:
             return
-        given = arguments if isinstance(arguments, dict) else {"input": arguments}
+        arguments = arguments if isinstance(arguments, dict) else {"input": arguments}
         unique = id_ if id_ not in self._seen else f"{id_}#{self.totals.steps + 1}"
         self._seen.add(unique)
         self._calls.add(unique)
         calls = self._open.tool_calls = self._open.tool_calls or []
-        calls.append(StepToolCall(tool_call_id=unique, function_name=name, arguments=given))
+        calls.append(StepToolCall(tool_call_id=unique, function_name=name, arguments=arguments))
 
     def observe(
         self, call: str | None, content: Content, at: str | None, *, child: Any = None, failed: Any = None, **extra: Any
     ) -> None:
-        """The result of a tool call; `child` names the sub-agent that it began, if there is one of this name. An answer
-        that comes after its step is a separate step that names the call."""
+        """Add the result of a tool call; `child` is the id of the sub-agent that it started, if there is one. A result
+        that arrives after its step was closed becomes a separate step with the call's id."""
         extra["is_error"] = True if failed else None
         is_child = any(child == each.id for each in self.session.children)
         refs = [SubagentTrajectoryRef(trajectory_id=child)] if is_child else None
@@ -299,7 +300,7 @@ class SessionReader:
         reasoning: int | None = None,
         cost: float | None = None,
     ) -> None:
-        """The tokens of the open step, those that were read from and `written` to a cache included."""
+        """Set the tokens of the open step. `prompt` includes those read from and `written` to a cache."""
         if self._open:
             extra = _known({"cache_write_tokens": written or None, "reasoning_tokens": reasoning or None})
             self._open.metrics = Metrics(
@@ -311,12 +312,12 @@ class SessionReader:
             )
 
     def note(self, **extra: Any) -> None:
-        """Facts about the open step."""
+        """Add facts to the open step."""
         if self._open:
             self._open.extra = {**(self._open.extra or {}), **(_known(extra) or {})} or None
 
     def close(self) -> None:
-        """The open step is whole."""
+        """Finish the open step."""
         step, self._open = self._open, None
         if step is None:
             return
@@ -326,8 +327,8 @@ class SessionReader:
         self._emit(step)
 
     def content(self, content: Any, *, whole: bool = False) -> Content:
-        """A text, or texts and pictures in any shape that logs have them in. What is neither is shown by its type or,
-        with `whole`, as JSON."""
+        """Convert a text, or a list of texts and images in any format of the logs. Other parts are shown by their type
+        or, with `whole`, as JSON."""
         if content is None or isinstance(content, str):
             return content or ""
         parts = [part for each in content for part in self._parts(each, whole)]
@@ -352,7 +353,7 @@ class SessionReader:
         return [ContentPart(type="text", text=str(text or ""))]
 
     def picture(self, media_type: str, data: str) -> ContentPart:
-        """A picture that is in the log itself, put into a file next to the trajectory; a note if there is no place."""
+        """Write an image in the log to a file next to the trajectory; a note if there is no directory for it."""
         if self._media is None or media_type not in EXTENSIONS:
             return ContentPart(type="text", text=f"[{media_type}, {len(data)} characters of base64]")
         try:
@@ -364,11 +365,11 @@ class SessionReader:
             with Tree(self._media.parent) as tree:
                 tree.write(f"{self._media.name}/{name}", raw, 0o600)
         except TreeError:
-            return ContentPart(type="text", text=f"[{media_type}, there is no directory for it]")
+            return ContentPart(type="text", text=f"[{media_type}, no directory for it]")
         return ContentPart(type="image", source=MediaSource(media_type=media_type, path=f"{self._media.name}/{name}"))
 
     def picture_at(self, url: str) -> ContentPart:
-        """A picture by its address, which may hold it."""
+        """An image by its URL, which may contain the data."""
         head, _, data = url.partition(";base64,")
         if head.startswith("data:") and data:
             return self.picture(head.removeprefix("data:"), data)
@@ -377,22 +378,13 @@ class SessionReader:
     def _emit(self, step: Step) -> None:
         self.totals.steps += 1
         step.step_id = self.totals.steps
-        step.timestamp = self._later(step.timestamp)
+        if step.timestamp:
+            if (time := time_of(step.timestamp)) is None:
+                raise ValueError(f"invalid time {step.timestamp!r}")
+            if self._latest is None or time >= self._latest:
+                self._latest, self._last = time, step.timestamp
+        step.timestamp = self._last  # never earlier than the step before, whatever the clocks
         self._ready.append(step)
-
-    def _later(self, at: str | None) -> str | None:
-        """Logs are written in order, their clocks are not always: a step is never earlier than the one before it."""
-        if at is None:
-            return self._last
-        if self._last is not None and _time(at) < _time(self._last):
-            return self._last
-        self._last = at
-        return at
-
-
-def _time(text: str) -> datetime:
-    found = datetime.fromisoformat(text)
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 def _known(facts: dict[str, Any]) -> dict[str, Any] | None:
@@ -400,14 +392,12 @@ def _known(facts: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def iso(milliseconds: float | None) -> str | None:
-    """A time in milliseconds as ISO 8601."""
-    if milliseconds is None:
-        return None
-    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    """A time in milliseconds since the epoch as ISO 8601."""
+    return None if milliseconds is None else iso_seconds(milliseconds / 1000)
 
 
 def arguments_in(text: Any) -> Any:
-    """Arguments as the object that their text holds; as they are where it holds none."""
+    """Parse arguments given as JSON text; return them unchanged if they are something else."""
     try:
         return json.loads(text) if isinstance(text, str) else text or {}
     except ValueError:
@@ -415,15 +405,13 @@ def arguments_in(text: Any) -> Any:
 
 
 def split(blocks: Iterable[T], is_result: Callable[[T], Any]) -> tuple[list[T], list[T]]:
-    """The blocks of a message that are results of tools, and the others."""
-    found: tuple[list[T], list[T]] = [], []
-    for block in blocks:
-        found[0 if is_result(block) else 1].append(block)
-    return found
+    """Split the blocks of a message into tool results and others."""
+    listed = list(blocks)
+    return [block for block in listed if is_result(block)], [block for block in listed if not is_result(block)]
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a log, line by line; a torn or broken line is passed over."""
+    """The JSON objects of a log, line by line; broken lines are skipped."""
     with open_regular(path) as file:
         for line in file:
             try:
@@ -440,12 +428,12 @@ def first_records(root: Path, pattern: str) -> Iterator[tuple[Path, dict[str, An
 
 
 def begins_with(path: Path, is_own: Callable[[dict[str, Any]], bool]) -> bool:
-    """Whether one of the first records of a log is as an agent writes them."""
+    """Whether one of the first records of a log has an agent's format."""
     return any(map(is_own, islice(records(path), 200)))
 
 
 def document(path: Path) -> dict[str, Any]:
-    """The object that a small file holds; empty if it is missing, or was not written to its end."""
+    """The JSON object in a small file; empty if it is missing or broken."""
     try:
         with open_regular(path) as file:
             value = json.load(file)
@@ -455,7 +443,7 @@ def document(path: Path) -> dict[str, Any]:
 
 
 def members(path: Path, listed: str) -> Iterator[tuple[str, Any]]:
-    """The members of the object in a file; the one named `listed`, an array, comes as one member for each element."""
+    """The members of the object in a file. Each element of the array `listed` is yielded as a member."""
     with open_regular(path) as file, suppress(ValueError):
         window = JsonWindow(file, chunk=1 << 18)
         for key in window.members():

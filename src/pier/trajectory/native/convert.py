@@ -30,18 +30,20 @@ READERS = {
     "cline": "documents:ClineReader",
     "copilot": "lines:CopilotReader",
 }
-"""The agents whose logs can be read, and the readers: modules of this package and classes in them."""
+"""The reader of each agent's logs: a module of this package and a class."""
 
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]")
 _LONGEST = 150
 _BROKEN = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError, TreeError)
-"""The exceptions of readers where a log is not as its agent writes it."""
+"""The exceptions that readers raise for a malformed log."""
 
 
 def find_sessions(root: Path, agent: str | None = None) -> list[SessionLog]:
-    """All sessions at `root`, of one agent or of any."""
+    """Find all sessions at `root`, of one agent or of any."""
     if agent is not None and agent not in READERS:
-        raise UsageError(f"the logs of {agent!r} cannot be read; those of {', '.join(READERS)} can", code="trajectory")
+        raise UsageError(
+            f"session logs of {agent!r} cannot be read: expected one of {', '.join(READERS)}", code="trajectory"
+        )
     root = root.resolve()
     names = [agent] if agent else list(READERS)
     found: list[SessionLog] = []
@@ -49,12 +51,12 @@ def find_sessions(root: Path, agent: str | None = None) -> list[SessionLog]:
         with _readable(name, root):
             found += load(f"pier.trajectory.native.{READERS[name]}").find(root)
     if not found:
-        raise UsageError(f"there are no session logs of {' or '.join(names)} at {root}", code="trajectory")
+        raise UsageError(f"no session logs of {' or '.join(names)} at {root}", code="trajectory")
     return found
 
 
 def convert(session: SessionLog, target: Path) -> None:
-    """Write a session and its sub-agents as one trajectory file, all of it or not at all. Pictures go next to it."""
+    """Write a session and its sub-agents as one trajectory file, atomically; its images go next to it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with _readable(session.agent, session.path):
         write_parts(target, (text.encode() for text in _texts(session, target.parent / "images")))
@@ -62,16 +64,16 @@ def convert(session: SessionLog, target: Path) -> None:
 
 @contextmanager
 def _readable(agent: str, place: Path) -> Iterator[None]:
-    """Say whose log it is and where, if it cannot be made sense of."""
+    """Turn the exceptions of readers into a `UsageError` with the agent and the path."""
     try:
         yield
     except _BROKEN as error:
-        what = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{place}: not a session log of {agent} ({what})", code="trajectory") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{place}: not a session log of {agent} ({reason})", code="trajectory") from error
 
 
 def trajectory_of(session: SessionLog) -> Trajectory:
-    """A session as one value; for sessions that fit into memory."""
+    """Read a whole session into memory."""
     steps = list(session.steps())
     children = [trajectory_of(child) for child in session.children]
     body = {**_head(session), **_tail(session), "steps": steps}
@@ -79,7 +81,7 @@ def trajectory_of(session: SessionLog) -> Trajectory:
 
 
 def _texts(session: SessionLog, media: Path, end: str = "\n") -> Iterator[str]:
-    """The file in pieces, a step at a time."""
+    """Yield the file in pieces, step by step."""
     yield '{\n"steps": ['
     for number, step in enumerate(session.steps(media)):
         yield (",\n" if number else "\n") + step.model_dump_json(exclude_none=True)
@@ -110,8 +112,8 @@ def _tail(session: SessionLog) -> dict[str, Any]:
 
 
 def targets(sessions: list[SessionLog], output: Path) -> Iterator[tuple[SessionLog, Path]]:
-    """Where each session is written: the file that was named if there is one session, else a file for each below it.
-    Ids come out of logs, so only what fits into a name is taken of them."""
+    """The target file of each session: `output` if there is one session and it is a .json file, else one file per
+    session below it. Ids come from logs, so they are reduced to safe file names."""
     if len(sessions) == 1 and output.suffix == ".json":
         yield sessions[0], output
         return

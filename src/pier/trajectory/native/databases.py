@@ -15,14 +15,14 @@ from pier.trajectory.native.assemble import SessionLog, SessionReader, iso, nest
 from pier.tree import find_files
 
 _LONGEST = 256 * 1024 * 1024
-"""Bytes of the longest value that a query may give or compute."""
+"""Most bytes of a value in a query."""
 _TABLES = "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0"
 
 
 @contextmanager
 def opened(path: Path, *tables: str) -> Iterator[sqlite3.Connection]:
-    """The database as it is, unwritten messages of its journal included; where that cannot be, without them.
-    `sqlite3.DatabaseError` if one of `tables` is missing or computed, or a file next to it is not a regular one."""
+    """Open a database read-only, with the messages in its write-ahead log if that is possible.
+    `sqlite3.DatabaseError` if one of `tables` is missing or a view, or a file next to it is not a regular file."""
     for end in ("", "-wal", "-shm", "-journal"):
         if os.path.lexists(f"{path}{end}") and not stat.S_ISREG(os.lstat(f"{path}{end}").st_mode):
             raise sqlite3.DatabaseError(f"{path.name}{end} is not a regular file")
@@ -43,14 +43,14 @@ def opened(path: Path, *tables: str) -> Iterator[sqlite3.Connection]:
 
 
 def databases(root: Path, name: str, query: str, *tables: str) -> Iterator[tuple[Path, list[sqlite3.Row]]]:
-    """The databases of this name at `root`, each with what a query gives; those that cannot be read are left out."""
+    """The databases called `name` at `root`, each with the rows of a query; unreadable ones are skipped."""
     for path in find_files(root, name):
         with suppress(sqlite3.DatabaseError), opened(path, *tables) as database:
             yield path, database.execute(query).fetchall()
 
 
 class GooseReader(SessionReader):
-    """Sessions and their messages. One message of the assistant is one model call or a piece of one."""
+    """A message of the assistant is a model call or a part of one."""
 
     agent = "goose"
     _TABLES = ("sessions", "messages")
@@ -136,7 +136,7 @@ class GooseReader(SessionReader):
 
 
 class OpenCodeReader(SessionReader):
-    """Sessions, messages and their parts. One message of the assistant is one model call."""
+    """A message of the assistant is a model call; its content is in the table of parts."""
 
     agent = "opencode"
     _TABLES = ("session", "message", "part")

@@ -1,4 +1,4 @@
-"""Session logs that are JSON documents: Cline and mini-swe-agent (one per session), and OpenHands (one per event)."""
+"""Session logs in JSON documents: Cline and mini-swe-agent (one per session), and OpenHands (one per event)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pier.tree import find_files, open_regular
 
 
 class ClineReader(SessionReader):
-    """Messages files, sub-agents in separate ones."""
+    """One file of messages per session or sub-agent."""
 
     agent = "cline"
 
@@ -54,7 +54,7 @@ class ClineReader(SessionReader):
                 prompt = value
             yield
         if isinstance(prompt, str):
-            # It stands behind the messages in the file, where a separate step would be out of order.
+            # It follows the messages in the file, so a step for it would be out of order.
             self.session.extra["system_prompt"] = prompt
 
     def _message(self, message: dict[str, Any], at: str | None) -> None:
@@ -84,7 +84,7 @@ class ClineReader(SessionReader):
 
 
 class MiniSweAgentReader(SessionReader):
-    """The trajectory file, with the messages as they were sent."""
+    """One trajectory file per session."""
 
     agent = "mini-swe-agent"
 
@@ -134,12 +134,12 @@ class MiniSweAgentReader(SessionReader):
 
 
 class OpenHandsReader(SessionReader):
-    """A directory per conversation with a file per event, and the tokens of each model call in the conversation's
-    state. Sub-agents are below their conversation."""
+    """A directory per conversation with a file per event; its state has the tokens of each model call. Sub-agents are
+    in directories below."""
 
     agent = "openhands"
     _SKIPPED = frozenset({"ConversationStateUpdateEvent", "TokenEvent", "LLMCompletionLogEvent", "StreamingDeltaEvent"})
-    """Events about the state of the program, not part of the conversation."""
+    """Events that are not part of the conversation."""
 
     @classmethod
     def find(cls, root: Path) -> list[SessionLog]:
@@ -179,7 +179,7 @@ class OpenHandsReader(SessionReader):
                 self.say("system", "", at, kind=kind, event=rest)
 
     def _read_state(self) -> dict[str, dict[str, Any]]:
-        """The tokens of each model call by its id; the totals of the conversation go to the session."""
+        """Return the tokens of model calls by their ids, and add the conversation's totals to the session."""
         state = document(self.session.path / "base_state.json")
         self.session.model = ((state.get("agent") or {}).get("llm") or {}).get("model")
         self.session.extra["exit_status"] = state.get("execution_status")
@@ -192,7 +192,7 @@ class OpenHandsReader(SessionReader):
         return known
 
     def _turn(self, row: dict[str, Any]) -> None:
-        """Open the step of a model call. One call may be several events: its tool calls come in an event each."""
+        """Open the step of a model call, unless it is open: each of its tool calls is a separate event."""
         id_ = row.get("llm_response_id")
         if id_ is not None and self.key == id_:
             return
@@ -205,8 +205,8 @@ class OpenHandsReader(SessionReader):
         self._turn(row)
         self._thoughts(row)
         self.text(str(self.content(row.get("thought") or (), whole=True)))
-        given = (row.get("tool_call") or {}).get("arguments") or row.get("action")  # what is not kept is as it was run
-        self.call(str(row.get("tool_call_id")), str(row.get("tool_name")), arguments_in(given))
+        arguments = (row.get("tool_call") or {}).get("arguments") or row.get("action")  # as executed, if not kept
+        self.call(str(row.get("tool_call_id")), str(row.get("tool_name")), arguments_in(arguments))
 
     def _thoughts(self, row: dict[str, Any]) -> None:
         blocks = [str(block.get("thinking") or "") for block in row.get("thinking_blocks") or ()]
@@ -232,12 +232,12 @@ class OpenHandsReader(SessionReader):
 
 
 def _conversations(root: Path, below: str = "") -> list[Path]:
-    """Directories that hold events."""
+    """Directories with events."""
     return list(dict.fromkeys(path.parent.parent for path in find_files(root, "events/event-*.json", below=below)))
 
 
 def _events(place: Path) -> list[Path]:
-    """The events' files by their numbers, which outgrow their padding."""
+    """The files of events by their numbers, whose padding is too short for long conversations."""
     files = (path for path in find_files(place, "event-*.json", below="events") if path.parent == place / "events")
     found = [path for path in files if path.name.split("-")[1].isdigit()]
     return sorted(found, key=lambda path: (int(path.name.split("-")[1]), path.name))

@@ -1,4 +1,4 @@
-"""Session logs with messages in Gemini's format: Gemini CLI, and Qwen Code, which was made from it."""
+"""Session logs with messages in Gemini's format: Gemini CLI and its fork Qwen Code."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pier.tree import find_files
 
 class _GeminiReader(SessionReader):
     def response(self, answer: dict[str, Any]) -> Content:
-        """The result of a tool call, with its pictures."""
+        """The result of a tool call, with its images."""
         response = answer.get("response") or {}
         text = str(response.get("output") or response.get("error") or response or "")
         return self.content([text, *answer["parts"]]) if answer.get("parts") else text
 
 
 class GeminiCliReader(_GeminiReader):
-    """A message is written again under its id when its tools have answered. Sub-agents are in a directory with their
+    """A message is repeated under its id once its tools have answered. Sub-agents are in a directory named after their
     session's id."""
 
     agent = "gemini-cli"
@@ -92,11 +92,11 @@ class GeminiCliReader(_GeminiReader):
 
 
 class QwenCodeReader(_GeminiReader):
-    """A line per message, sub-agents in a directory that is named after their session."""
+    """A line per message; sub-agents in a directory named after their session."""
 
     agent = "qwen-code"
     _SKIPPED = frozenset({"ui_telemetry", "attribution_snapshot", "file_history_snapshot"})
-    """Lines that repeat others, or are not part of the conversation."""
+    """Lines that repeat others or are not part of the conversation."""
 
     @classmethod
     def find(cls, root: Path) -> list[SessionLog]:
@@ -109,7 +109,7 @@ class QwenCodeReader(_GeminiReader):
         ]
         for path in find_files(root, "agent-*.jsonl"):
             if path.parent.parent.name == "subagents" and cls._is_log(path):
-                call = document(path.with_suffix(".meta.json")).get("toolUseId")  # of the tool call that began it
+                call = document(path.with_suffix(".meta.json")).get("toolUseId")
                 child = SessionLog(cls, path, path.stem, extra={"call": call})
                 found.append((child, path, (path.parent.parent.parent, path.parent.name)))
         return nested(found)
@@ -125,9 +125,8 @@ class QwenCodeReader(_GeminiReader):
             parts, at = (row.get("message") or {}).get("parts") or [], row.get("timestamp")
             match row.get("type"):
                 case "assistant":
-                    # A sub-agent's log has the tokens of a model call first, its tool calls in a separate line.
-                    goes_on = before == "assistant" and row.get("isSidechain") and "usageMetadata" not in row
-                    if not goes_on:
+                    # A sub-agent's log has a model call's tokens in one line and its tool calls in the next.
+                    if before != "assistant" or not row.get("isSidechain") or "usageMetadata" in row:
                         self.turn(row.get("uuid"), at, row.get("model"))
                     self._answer(row, parts)
                 case "tool_result":

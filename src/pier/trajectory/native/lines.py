@@ -23,7 +23,7 @@ from pier.tree import find_files
 
 
 class ClaudeCodeReader(SessionReader):
-    """A line per content block, sub-agents in separate files."""
+    """A line per content block; sub-agents in separate files."""
 
     agent = "claude-code"
 
@@ -89,7 +89,7 @@ def _is_own(row: dict[str, Any]) -> bool:
 
 
 class CodexReader(SessionReader):
-    """Rollout files: the items of the wire, with a record of tokens after each answer."""
+    """Rollout files with the items of Responses, and the tokens after each answer."""
 
     agent = "codex"
     _CALLS = ("function_call", "custom_tool_call", "local_shell_call", "web_search_call")
@@ -155,7 +155,7 @@ class CodexReader(SessionReader):
             self._answer(item, at)
 
     def _answer(self, item: dict[str, Any], at: str | None) -> None:
-        """An item of an answer. The answer before it is over once its tokens were reported or a tool has answered."""
+        """Add an item to the open answer, or to a new one if that has its tokens or a tool result."""
         if self.is_over:
             self.turn(None, at, self.session.model)
         if item["type"] == "message":
@@ -177,7 +177,7 @@ class CodexReader(SessionReader):
 
 
 class CopilotReader(SessionReader):
-    """A line per event of a session, those of sub-agents among them, marked with their agent's id."""
+    """A line per event of a session; events of sub-agents have an agent id."""
 
     agent = "copilot"
 
@@ -243,14 +243,14 @@ class CopilotReader(SessionReader):
 
 
 class _CopilotSubagentReader(CopilotReader):
-    """The events of one sub-agent in the file of its session."""
+    """Reads the events of one sub-agent in the file of its session."""
 
     def _is_own(self, agent_id: Any) -> bool:
         return bool(agent_id) and str(agent_id) == self.session.id
 
 
 class KimiReader(SessionReader):
-    """A line per event of a model call, a directory per agent of a session."""
+    """A line per event of a model call; a directory per agent of a session."""
 
     agent = "kimi"
 
@@ -305,7 +305,7 @@ class KimiReader(SessionReader):
 
 
 class PiReader(SessionReader):
-    """A line per message, with the tokens of each answer in it."""
+    """A line per message; answers have their tokens."""
 
     agent = "pi"
 
