@@ -1,8 +1,8 @@
-"""Turns text that agents and tasks wrote into HTML that cannot do anything.
+"""Renders untrusted text of agents and tasks as inert HTML.
 
-Everything is escaped. Colours of terminals become spans with classes; other terminal sequences are removed. Control
-and bidirectional characters are shown by their code points, so that no text can reorder or hide another. Markdown is
-rendered without HTML; pictures are not loaded and links lead nowhere. Sizes are bounded before anything is parsed.
+Everything is escaped. Terminal colours become spans with classes; other escape sequences are removed. Control and
+bidirectional characters are shown as code points, so that no text can reorder or hide another. Markdown is rendered
+without HTML, pictures or working links. Sizes are bounded before parsing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pier.trial.diff import unified
 MARKDOWN_LIMIT = 40_000
 CODE_LIMIT = 40_000
 CLIP = 6_000
-"""How many characters of one text a page shows at first."""
+"""Characters of one text that a page shows at first."""
 
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164"
@@ -31,7 +31,7 @@ _NAMES = {**{chr(code): chr(0x2400 + code) for code in range(0x20)}, "\x7f": "\u
 
 
 def visible(text: str) -> Markup:
-    """A text escaped, with what a browser would not show made visible."""
+    """Escape a text and make invisible characters visible."""
     return escape(text) if text.isascii() and text.isprintable() else _mark(escape(text))
 
 
@@ -47,7 +47,7 @@ def _shown(found: re.Match[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """A part of a text, ready to be shown, and how many characters it leaves out."""
+    """The beginning of a text as HTML. `left` is the number of characters left out, `size` that of the whole text."""
 
     html: Markup
     left: int = 0
@@ -62,7 +62,7 @@ def plain(text: str, limit: int = CLIP) -> Clip:
     return Clip(visible(shown), len(text) - len(shown), len(text))
 
 
-# An escape sequence of a terminal: colours (CSI m), any other CSI, a string such as OSC 8, or a single character.
+# A terminal escape sequence: colours (CSI m), any other CSI, a hyperlink (OSC 8), another string, a single character.
 _ANSI = re.compile(
     r"\x1b\[([0-9;:]*)m"
     r"|\x1b\[[0-?]*[ -/]*[@-~]"
@@ -76,7 +76,7 @@ _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white
 
 
 def terminal(text: str, limit: int = CLIP) -> Clip:
-    """Output of a program: colours as spans, lines that were rewritten in place as they last were."""
+    """Terminal output: colours as spans, and the last state of lines that were rewritten in place."""
     shown = text[:limit]
     left = len(text) - len(shown)
     shown = _REWRITTEN.sub("", shown.replace("\r\n", "\n")).rstrip("\r")
@@ -113,7 +113,7 @@ def _printable(text: str) -> str:
 
 
 def _apply(style: dict[str, str], codes: str) -> None:
-    """Change a style as one SGR sequence says. Colours of 256 and of 24 bits are passed over."""
+    """Apply an SGR sequence to a style. 256-colour and 24-bit colours are ignored."""
     numbers = [int(code) if code.isdigit() and len(code) < 4 else 0 for code in re.split("[;:]", codes)]
     place = 0
     while place < len(numbers):
@@ -165,7 +165,7 @@ def _address(token: Any, name: str) -> str:
 
 
 def markdown(text: str, limit: int = CLIP) -> Clip:
-    """A message as a person reads it; a long one is shown as it stands."""
+    """A message rendered as Markdown; a long one is shown as plain text."""
     if len(text) > min(limit, MARKDOWN_LIMIT):
         found = plain(text, limit)
         return Clip(Markup('<div class="pre">{}</div>').format(found.html), found.left, found.size)
@@ -174,7 +174,7 @@ def markdown(text: str, limit: int = CLIP) -> Clip:
 
 @lru_cache(maxsize=128)
 def _lexer(name: str) -> Any:
-    """The lexer for a language, or for the name of a file; None if there is none."""
+    """The lexer for a language or a file name; None if unknown."""
     from pygments.lexers import get_lexer_by_name, get_lexer_for_filename
     from pygments.util import ClassNotFound
 
@@ -185,7 +185,7 @@ def _lexer(name: str) -> Any:
 
 
 def code(text: str, name: str = "", limit: int = CLIP) -> Clip:
-    """Source code, with colours where the language is known. `name` is the language, or the name of a file."""
+    """Source code, highlighted if the language is known. `name` is the language or a file name."""
     shown = text[:limit]
     lexer = _lexer(name.rpartition("/")[2][-100:]) if name and len(shown) <= CODE_LIMIT else None
     if lexer is None:
