@@ -72,7 +72,16 @@ _ANSI = re.compile(
     r"|\x9b[0-?]*[ -/]*[@-~]"
 )
 _REWRITTEN = re.compile(r"^[^\n]*\r(?!\n|\Z)", re.MULTILINE)
-_COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+_COLOURS = list(enumerate(("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")))
+_ATTRIBUTES = {1: ("weight", "bold"), 2: ("weight", "dim"), 3: ("italic",) * 2, 4: ("under",) * 2, 9: ("strike",) * 2}
+_RESETS = {22: "weight", 23: "italic", 24: "under", 29: "strike", 39: "fore", 49: "back"}
+_STYLES = {
+    **{code: (name, f"a-{value}") for code, (name, value) in _ATTRIBUTES.items()},
+    **{code: (name, "") for code, name in _RESETS.items()},
+    **{base + number: ("fore", f"f-{name}") for base in (30, 90) for number, name in _COLOURS},
+    **{base + number: ("back", f"b-{name}") for base in (40, 100) for number, name in _COLOURS},
+}
+"""The property of a style that an SGR code sets, and its CSS class; an empty class resets the property."""
 
 
 def terminal(text: str, limit: int = CLIP) -> Clip:
@@ -122,22 +131,11 @@ def _apply(style: dict[str, str], codes: str) -> None:
             style.clear()
         elif code in (38, 48):
             place += 2 if numbers[place + 1 : place + 2] == [5] else 4
-        elif code in _ATTRIBUTES:
-            style["weight" if code in (1, 2) else str(code)] = f"a-{_ATTRIBUTES[code]}"
-        elif code == 22:
-            style.pop("weight", None)
-        elif code in (23, 24, 29):
-            style.pop(str(code - 20), None)
-        elif code == 39 or code == 49:
-            style.pop("fore" if code == 39 else "back", None)
-        elif 30 <= code <= 37 or 90 <= code <= 97:
-            style["fore"] = f"f-{_COLOURS[code % 10]}"
-        elif 40 <= code <= 47 or 100 <= code <= 107:
-            style["back"] = f"b-{_COLOURS[code % 10]}"
+        elif code in _STYLES:
+            name, css = _STYLES[code]
+            style.pop(name, None)
+            style |= {name: css} if css else {}
         place += 1
-
-
-_ATTRIBUTES = {1: "bold", 2: "dim", 3: "italic", 4: "under", 9: "strike"}
 
 
 @cache
