@@ -109,7 +109,7 @@ def test_a_workspace_comes_back_after_its_supervisor_was_killed(backend: str, tm
     pier("gc", cwd=tmp_path, image=None)
     ask("start", "--image", "test/busybox", "-d", "other", "--env", backend, cwd=tmp_path)
     started = pier("start", "-e", "MORE=x", cwd=ws, image=None)
-    assert "saving what its sandbox held" in started.stderr
+    assert "saving the files of its sandbox" in started.stderr
     check = "cat work.txt /opt/kept; test ! -e /bin/yes && echo $MORE"
     assert ask("exec", "sh", "-c", check, cwd=ws) == "mine\nkept\nx\n"
     ask("stop", cwd=ws)
@@ -148,7 +148,7 @@ def test_a_stop_that_cannot_save_leaves_the_sandbox_for_the_next_start(tmp_path:
         said = pier("stop", cwd=ws, image=None).stderr
         assert "saved by the next pier start" in said
         error = refused("start", cwd=ws, code=1)
-        assert "cannot save what the sandbox of this workspace held" in error and "pier start tries again" in error
+        assert "the files of its sandbox cannot be saved" in error and "pier start tries again" in error
     finally:
         subprocess.run(["umount", ws / ".pier" / "state"], check=True)
     ask("start", cwd=ws)
@@ -327,7 +327,7 @@ def test_a_disk_that_is_full_at_the_stop_loses_no_files(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", ws / ".pier" / "incoming"], check=True)
     try:
         assert "saved by the next pier start" in pier("stop", cwd=ws, image=None).stderr
-        assert "cannot save what the sandbox" in refused("start", cwd=ws, code=1)
+        assert "the files of its sandbox cannot be saved" in refused("start", cwd=ws, code=1)
     finally:
         subprocess.run(["umount", ws / ".pier" / "incoming"], check=True)
     assert "pier start, then pier fork" in refused("fork", str(tmp_path / "two"), cwd=ws)

@@ -59,7 +59,7 @@ async def _verify_here(
     workspace: Workspace, options: dict[str, Any], on_output: Callable[[bytes], None]
 ) -> dict[str, Any]:
     """Verify a workspace without a sandbox, in a temporary one."""
-    from dataclasses import asdict, replace
+    from dataclasses import replace
 
     from pier.trial.spec import open_services
     from pier.workspace.verify import VerifyOrder, verify
@@ -67,7 +67,7 @@ async def _verify_here(
     workspace.check_known()
     async with open_services(workspace.config.backend, label=f"verify {workspace.root}") as opened:
         services = replace(opened, environ={**os.environ, **workspace.environment()})
-        return asdict(await verify(workspace, services, VerifyOrder(**options), _say, on_output=on_output))
+        return await verify(workspace, services, VerifyOrder(**options), _say, on_output=on_output)
 
 
 def _say(line: str) -> None:

@@ -1,1 +1,1 @@
-"""Reviews of finished trials and of tasks: critique, check, analyze, summarize. Each is an ordinary job."""
+"""Reviews of finished trials and of tasks: critique, check, analyze, summarize. Each review is an ordinary job."""

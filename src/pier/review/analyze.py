@@ -1,4 +1,4 @@
-"""`pier analyze`, `pier summarize` and `pier check`: which reviews they run, and what they make of them."""
+"""The reviews behind `pier analyze`, `pier summarize` and `pier check`, and their combined results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REPORT = "check_report.json"
 
 @dataclass(frozen=True, slots=True)
 class AnalysisRequest:
-    """The trials to analyze, with prompts and rubric. `keep` writes analyses next to trials and reuses them."""
+    """The trials to analyze, with prompts and rubric. With `keep`, analyses are saved next to the trials and reused."""
 
     source: Source
     trials: Sequence[SourceTrial]
@@ -36,8 +36,8 @@ class AnalysisRequest:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """The outcome of an analysis. `failed` are the trials without one, with the reason; `agreement` is that of several
-    critics or attempts."""
+    """The outcome of an analysis. `failed` maps trials that could not be analyzed to the reason; `agreement` compares
+    several critics or attempts. `code` is the exit code."""
 
     analyses: tuple[dict[str, Any], ...]
     job: dict[str, Any] | None
@@ -48,17 +48,17 @@ class Analysis:
 
 
 def analyze(request: AnalysisRequest, options: ReviewOptions) -> Analysis:
-    """Analyze each trial, and then all of them together if they are several."""
+    """Analyze each trial and, unless the source is a single trial, the job as a whole."""
     root, reuse = request.source.root, request.keep and not options.overwrite
-    known = [read_analysis(trial.directory) for trial in request.trials] if reuse else []
-    analyses = {each.trial: each.as_file() for each in known if each is not None}
-    owed = [trial for trial in request.trials if trial.name not in analyses]
+    stored = [read_analysis(trial.directory) for trial in request.trials] if reuse else []
+    analyses = {each.trial: each.as_file() for each in stored if each is not None}
+    missing = [trial for trial in request.trials if trial.name not in analyses]
     prefix = "analyze-" if request.keep else "summarize-"
     plan = options.plan("analysis", root, request.prompt, request.rubric, prefix=prefix)
     runs: list[ReviewRun] = []
     failed, agreed = dict[str, str](), None
-    if owed:
-        plan.write_trials(owed)
+    if missing:
+        plan.write_trials(missing)
         runs.append(run_review(plan, options, model=SMALL_MODEL))
         new = {name: {"trial_name": name, **answer} for name, answer in combined(runs[0]).items()}
         if request.keep:
@@ -69,7 +69,7 @@ def analyze(request: AnalysisRequest, options: ReviewOptions) -> Analysis:
     ordered = tuple(analyses[trial.name] for trial in request.trials if trial.name in analyses)
     job = None
     if not request.source.single and ordered and not (runs and runs[0].code == 130):
-        job = None if owed else _known_job(root, ordered)
+        job = None if missing else _stored_job(root, ordered)
         if job is None:
             job, run = _analyze_job(request, f"{plan.run}-job", ordered, agreed, options)
             runs.append(run)
@@ -78,7 +78,7 @@ def analyze(request: AnalysisRequest, options: ReviewOptions) -> Analysis:
 
 
 def _agreement(run: ReviewRun) -> Agreement | None:
-    """How far several critics or attempts agree about causes and criteria."""
+    """The agreement of several critics or attempts on causes and criteria."""
     critics = {
         critic: {each.name: outcomes_of({"checks": {}, **each.value}) for each in reviews if each.value is not None}
         for critic, reviews in run.by_critic().items()
@@ -86,8 +86,8 @@ def _agreement(run: ReviewRun) -> Agreement | None:
     return agreement(critics, "cause") if len(critics) > 1 else None
 
 
-def _known_job(root: Path, analyses: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The analysis of the job that is there, if it is about the same trials."""
+def _stored_job(root: Path, analyses: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The stored analysis of the job, if it covers the same trials."""
     found = read_job_analysis(root)
     if found is None or set(found.trials) != {each["trial_name"] for each in analyses}:
         return None
@@ -101,7 +101,7 @@ def _analyze_job(
     agreed: Agreement | None,
     options: ReviewOptions,
 ) -> tuple[dict[str, Any] | None, ReviewRun]:
-    """Review the analyses of all trials together, with the first of the critics."""
+    """Review the analyses of all trials together, with the first critic."""
     root, rows = request.source.root, {trial.name: trial for trial in request.trials}
     lines = "\n".join(json.dumps(_facts(rows[each["trial_name"]], each)) for each in analyses)
     plan = ReviewPlan("job", root, name, request.job_prompt, None, options.asks, overwrite=True)
@@ -123,7 +123,7 @@ def _analyze_job(
 
 
 def _facts(trial: SourceTrial, analysis: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of one trial for the review of its job."""
+    """One row of `trials.jsonl`, the input of the job's review."""
     outcome = trial.outcome
     return {
         "trial": trial.name,
@@ -141,7 +141,7 @@ def _facts(trial: SourceTrial, analysis: Mapping[str, Any]) -> dict[str, Any]:
 def check_tasks_by_rubric(
     paths: Sequence[Path], root: Path, rubric: ReviewRubric, prompt: str, options: ReviewOptions
 ) -> tuple[dict[Path, dict[str, Any]], int]:
-    """Review tasks: the answers by the path of the task, and the exit code. The report is also in the review's
+    """Review tasks; the answers by path of the task, and the exit code. Also writes `check_report.json` to the review's
     directory."""
     root.mkdir(parents=True, exist_ok=True)
     plan = options.plan("check", root.resolve(), prompt, rubric, prefix="check-")

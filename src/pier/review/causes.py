@@ -1,9 +1,9 @@
-"""Why trials ended the way they did, without a model: exact, free, and from what the trial's own files say.
+"""Causes of trial outcomes, found without a model: exact, free, and from the trial's files.
 
-For each trial the first of these that holds is its cause: it passed; an error that is not the agent's; a budget that
-ended the agent's work; an error of the agent; the agent broke its own grading; tests failed, by name where the
-verifier's output names them; else its reward. Further facts (planted files, refused hosts, retries of model
-calls) are listed as signs, which do not decide.
+The cause of a trial is the first of these that applies: it passed; an error for which the agent is not to blame; an
+exhausted budget; an error of the agent; the agent broke its grading; failed tests, by name if the verifier's output has
+names; else its reward. Signs (planted files, refused hosts, retried model calls) are additional facts that do not
+decide the cause.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +25,13 @@ PASSED = "passed"
 _OUTPUT_LIMIT = 16 << 20
 _NAMED = 3
 _FAILED_LINE = re.compile(r"^(?:FAILED|ERROR)\s+([^\s(]\S*)|^(?:FAIL|ERROR): \S+ \(([^)\s]+)\)", re.MULTILINE)
-"""A failed test as pytest names it, or as unittest does."""
+"""A failed test in the output of pytest, or of unittest."""
 _NOT_PASSED = frozenset({"failed", "other"})
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why one trial ended the way it did: a stable `key` to group by, the blame, a sentence, and the signs."""
+    """The cause of one trial's outcome: a stable `key` to group by, the blame, a sentence, and the signs."""
 
     key: str
     blame: str
@@ -41,7 +41,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class CauseGroup:
-    """The trials of one cause. `text` is the first trial's; `signs` are counted over all of them."""
+    """The trials with one cause. `text` is the first trial's; `signs` are counted over all."""
 
     key: str
     blame: str
@@ -52,30 +52,21 @@ class CauseGroup:
 
 
 def group_causes(trials: Iterable[SourceTrial]) -> list[CauseGroup]:
-    """The causes of some trials, the most frequent first; trials that passed come last."""
+    """The causes of trials, most frequent first; trials that passed come last."""
     members: dict[str, list[tuple[SourceTrial, Cause]]] = {}
     for trial in trials:
         cause = find_cause(trial)
         members.setdefault(cause.key, []).append((trial, cause))
-    groups = [_group(key, rows) for key, rows in members.items()]
+    groups: list[CauseGroup] = []
+    for key, rows in members.items():
+        signs = Counter(sign for _, cause in rows for sign in cause.signs)
+        first, names = rows[0][1], tuple(trial.name for trial, _ in rows)
+        n_tasks = len({trial.task for trial, _ in rows})
+        groups.append(CauseGroup(key, first.blame, first.text, names, n_tasks, tuple(signs.most_common(5))))
     return sorted(groups, key=lambda group: (group.key == PASSED, -len(group.trials), group.key))
 
 
-def _group(key: str, rows: Sequence[tuple[SourceTrial, Cause]]) -> CauseGroup:
-    signs = Counter(sign for _, cause in rows for sign in cause.signs)
-    first = rows[0][1]
-    return CauseGroup(
-        key=key,
-        blame=first.blame,
-        text=first.text,
-        trials=tuple(trial.name for trial, _ in rows),
-        tasks=len({trial.task for trial, _ in rows}),
-        signs=tuple(signs.most_common(5)),
-    )
-
-
 def find_cause(trial: SourceTrial) -> Cause:
-    """The cause of one trial."""
     try:
         result = read_result(trial.directory)
     except JobError as error:
@@ -84,16 +75,16 @@ def find_cause(trial: SourceTrial) -> Cause:
 
 
 def _causes(trial: SourceTrial, result: TrialResult) -> Iterator[Cause]:
-    """All causes that hold, the deciding one first; the last always does."""
+    """All causes that apply, the deciding one first; the last one always applies."""
     signs = tuple(_signs(result))
     fault = trial.outcome.fault if trial.outcome else None
     if trial.passed:
         yield Cause(PASSED, "none", "passed", signs)
     if fault is not None and fault.blame != "agent":
         yield Cause(fault.code, fault.blame, _first_line(fault.message), signs)
-    for used in _used(result):
+    for used in _agent_results(result):
         if ended := (used.metadata or {}).get("ended"):
-            yield Cause(_budget_key(str(ended)), "agent", f"the session of the model ended: {ended}", signs)
+            yield Cause(_budget_key(str(ended)), "agent", f"the model session ended: {ended}", signs)
     if fault is not None:
         yield Cause(fault.code, fault.blame, _first_line(fault.message), signs)
     broken = [note for integrity in _integrity(result) for note in integrity.notes if note.kind == "no_reward"]
@@ -106,7 +97,7 @@ def _causes(trial: SourceTrial, result: TrialResult) -> Iterator[Cause]:
         names = ", ".join(failed[:_NAMED])
         yield Cause(f"tests: {names}{more}", "agent", f"{len(failed)} tests failed: {names}{more}", signs)
     if not any((result.rewards or {}).values()):
-        yield Cause("zero", "agent", "the verifier gave 0 and names no test", signs)
+        yield Cause("zero", "agent", "the verifier gave 0 without naming a failed test", signs)
     yield Cause("partial", "agent", f"the verifier gave {json.dumps(result.rewards)}", signs)
 
 
@@ -116,7 +107,7 @@ def _budget_key(ended: str) -> str:
     return f"budget: {next((name for sign, name in limits.items() if sign in ended), 'session')}"
 
 
-def _used(result: TrialResult) -> list[AgentResult]:
+def _agent_results(result: TrialResult) -> list[AgentResult]:
     found = [result.agent_result, *(step.agent_result for step in result.step_results or ())]
     return [each for each in found if each is not None]
 
@@ -127,12 +118,12 @@ def _integrity(result: TrialResult) -> list[Integrity]:
 
 
 def _signs(result: TrialResult) -> Iterator[str]:
-    """Facts of a trial that may explain it."""
+    """Facts that may explain the outcome."""
     for kind in dict.fromkeys(note.kind for each in _integrity(result) for note in each.notes):
         yield f"integrity: {kind}"
     if result.pier is not None and result.pier.network_refused:
         yield "network: " + ", ".join(sorted(result.pier.network_refused)[:_NAMED])
-    for used in _used(result):
+    for used in _agent_results(result):
         metadata = used.metadata or {}
         if metadata.get("model_retries"):
             yield "model calls were retried"
@@ -145,7 +136,7 @@ def _signs(result: TrialResult) -> Iterator[str]:
 
 
 def failed_tests(trial: SourceTrial) -> list[str]:
-    """The tests that the verifier's output says failed: from `ctrf.json`, else from the summary lines of pytest."""
+    """The names of failed tests: from `ctrf.json`, else from the summary lines of pytest or unittest."""
     found: list[str] = []
     with Tree(trial.directory.resolve()) as tree:
         for place in step_places(tree):

@@ -1,15 +1,15 @@
-"""The tasks of a review, made from finished trials: an instruction, read-only mounts, and what the output must be.
+"""The tasks of a review: an instruction, read-only mounts, and the check of the critic's output.
 
     <root>/.reviews/RUN/                the review: an ordinary job
-    <root>/.reviews/.tasks/RUN/NAME/    its tasks, named like what they are about; also prompt.md, rubric.json
-    <root>/.reviews/.inputs/RUN/        what a review of a whole job reads: the analyses of its trials
+    <root>/.reviews/.tasks/RUN/NAME/    its tasks, named after the reviewed trials or tasks; also prompt.md, rubric.json
+    <root>/.reviews/.inputs/RUN/        input of the review of a whole job: the analyses of its trials
 
-An order says what a task is about and travels in `metadata.review` of its `task.toml`, so it is part of the task's
-digest: a trial that was run again is reviewed again. The critic sees the reviewed trial and its task below `INPUT`, and
-nothing else of this machine's jobs; links in there resolve inside the sandbox, which has no network. A job may come
-from anywhere, so a run is continued only if pier's home has a mark that its tasks were written here. What the critic
-wrote is read out and checked on the host; if it does not fit, the agent runs again in the same sandbox, within the same
-time and budget, with the reasons.
+An order describes the subject of a task. It is stored in `metadata.review` of `task.toml`, so it is part of the task's
+digest: a trial that was run again is reviewed again. The critic sees the reviewed trial and its task below `INPUT` and
+no other jobs; links in there resolve inside the sandbox, which has no network. A job directory may come from an
+untrusted source, so a run is resumed only if a mark in pier's home proves that its tasks were written on this machine.
+The critic's output is downloaded and checked on the host; if it is invalid, the agent runs again in the same sandbox,
+within the same time and budget, and gets the list of problems.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ workdir = "/critique/work"
 _AGAIN = """\
 {instruction}
 
-You have done this once already, and what you wrote to {output} is not accepted:
+You have already written {output}, but it was rejected:
 
 {problems}
 
-Correct this, and write the whole file again.
+Correct these problems and write the whole file again.
 """
 
 
 class ReviewOrder(BaseModel):
-    """The subject of one task of a review. `trial` and `input` are names below the review's root; `asks` is how often
-    the critic is asked again for output that is not accepted; `digest` is that of the reviewed trial's result."""
+    """The subject of one task of a review. `trial` and `input` are names below the review's root; `asks` is the number
+    of retries after invalid output; `digest` is that of the reviewed trial's result."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -92,11 +92,11 @@ class ReviewOrder(BaseModel):
         return f"{ARTIFACTS}/{OUTPUTS[self.kind]}"
 
     def check(self, data: bytes, root: Path) -> Checked:
-        """Check what a critic wrote."""
+        """Check a critic's output."""
         return check_output(data, schema_of(self.kind, self.criteria, self.causes), self.places(root))
 
     def places(self, root: Path) -> dict[str, Path]:
-        """The directories that the critic sees, by their names below `INPUT`."""
+        """The directories mounted for the critic, by their names below `INPUT`."""
         found: dict[str, Path] = {}
         if self.trial is not None and is_plain_name(self.trial) and not (root / self.trial).is_symlink():
             found["trial"] = root / self.trial
@@ -108,22 +108,16 @@ class ReviewOrder(BaseModel):
 
 
 def read_order(task: Task) -> ReviewOrder:
-    """The order in a task that was made for a review."""
     try:
         return ReviewOrder.model_validate_json(str(task.config.metadata.get("review")))
     except ValidationError as error:
         raise TaskError(f"{task.path} is not a task of a review", code="not-a-review") from error
 
 
-def root_of(task: Task) -> Path:
-    """The root of the review that a task belongs to."""
-    return task.path.parents[3]
-
-
 @dataclass(frozen=True, slots=True)
 class ReviewPlan:
-    """The tasks of one review. `prompt` is the text with its placeholders; without a rubric the critic answers no
-    criteria, as with prompts made for datacurve pier."""
+    """The tasks of one review. `prompt` is the text with placeholders; without a rubric the critic answers no criteria,
+    as with prompts written for datacurve pier."""
 
     kind: Kind
     root: Path
@@ -150,15 +144,15 @@ class ReviewPlan:
         return hashlib.sha256(self.prompt.encode()).hexdigest()
 
     def write_trials(self, trials: Iterable[SourceTrial]) -> None:
-        """Make a task for each trial."""
-        with explained(self.root), self._begun():
+        """Write a task for each trial."""
+        with self._writing():
             for trial in trials:
                 self._write_trial(trial)
 
     def write_tasks(self, tasks: Iterable[Path]) -> dict[str, Path]:
-        """Make a review for each task; their names, which are unique."""
+        """Write a review task for each of `tasks`; the paths by unique names."""
         names: dict[str, Path] = {}
-        with explained(self.root), self._begun():
+        with self._writing():
             for path in tasks:
                 name, number = path.name, 2
                 while name in names:
@@ -170,43 +164,45 @@ class ReviewPlan:
         return names
 
     def write_job(self, files: dict[str, str]) -> None:
-        """Make one task about a whole job, which sees `files`. A prompt may hold the trials as `{trial_results}`."""
+        """Write one task about a whole job, with `files` as input. The prompt may include the trials with
+        `{trial_results}`."""
         digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
         about = "\n".join(f"- {INPUT}/job/{name}" for name in files)
         order, values = self._order(input=self.run, digest=digest), {"trial_results": files["trials.jsonl"].rstrip()}
-        with explained(self.root), self._begun():
+        with self._writing():
             self.inputs_dir.mkdir(parents=True, exist_ok=True)
             for name, text in files.items():
                 write(self.inputs_dir / name, text, durable=False)
             self._write("job", order, values, f"Your input is in these files:\n{about}")
 
     @contextmanager
-    def _begun(self) -> Iterator[None]:
-        """Make the directory of tasks, and mark it when they are written. A run of the same name is removed with
-        `overwrite`; else its tasks stay, and those that are asked for again must be the same."""
+    def _writing(self) -> Iterator[None]:
+        """Prepare the directory of tasks, and mark it as complete at the end. With `overwrite` a run of the same name
+        is removed; else its tasks stay, and tasks written again must be identical."""
         if not is_plain_name(self.run) or self.run.startswith("."):
-            raise UsageError(f"invalid value {self.run!r} for --name: expected the name of one directory")
+            raise UsageError(f"invalid value {self.run!r} for --name: expected a directory name")
         for above in (REVIEWS, _TASKS, _INPUTS):
             refuse_links(self.root, f"{above}/{self.run}")
-        if self.overwrite:
-            if self.job.exists():
-                remove_job(self.job)
-            for path in (self.tasks_dir, self.inputs_dir):
-                if path.exists():
-                    remove(str(path))
-        elif any(map(os.path.lexists, (self.job, self.tasks_dir))) and not was_written_here(self.tasks_dir):
-            raise run_differs(self.run, "was not started on this machine, or not completely")
-        self.tasks_dir.mkdir(parents=True, exist_ok=True)
-        self._put(self.tasks_dir / "prompt.md", self.prompt)
-        if self.rubric is not None:
-            self._put(self.tasks_dir / "rubric.json", json.dumps(self.rubric.model_dump(), indent=2) + "\n")
-        yield
-        mark = _mark(self.tasks_dir)
-        mark.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        mark.touch(mode=0o600)
+        with explained(self.root):
+            if self.overwrite:
+                if self.job.exists():
+                    remove_job(self.job)
+                for path in (self.tasks_dir, self.inputs_dir):
+                    if path.exists():
+                        remove(str(path))
+            elif any(map(os.path.lexists, (self.job, self.tasks_dir))) and not was_written_here(self.tasks_dir):
+                raise run_differs(self.run, "was not started on this machine, or its start was interrupted")
+            self.tasks_dir.mkdir(parents=True, exist_ok=True)
+            self._put(self.tasks_dir / "prompt.md", self.prompt)
+            if self.rubric is not None:
+                self._put(self.tasks_dir / "rubric.json", json.dumps(self.rubric.model_dump(), indent=2) + "\n")
+            yield
+            mark = _mark(self.tasks_dir)
+            mark.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            mark.touch(mode=0o600)
 
     def _put(self, path: Path, text: str) -> None:
-        """Write a file of the tasks. `JobError` if the job was begun with another content."""
+        """Write a file of the tasks. `JobError` if the job was started with other content."""
         try:
             if path.read_text() == text:
                 return
@@ -214,7 +210,7 @@ class ReviewPlan:
             pass
         else:
             if (self.job / JOURNAL).exists():
-                raise run_differs(self.run, f"exists and asked for something else: {path} differs")
+                raise run_differs(self.run, f"exists with other settings: {path} differs")
         write(path, text, durable=False)
 
     def _order(self, **about: Any) -> ReviewOrder:
@@ -231,7 +227,7 @@ class ReviewPlan:
         result = find_result(trial.directory)
         task = task_directory(result, self.root) if result else None
         order = self._order(trial=trial.name, task=str(task) if task else None, digest=_result_digest(trial.directory))
-        about = "The task's own files are not available."
+        about = "The task's files are not available."
         if task:
             about = f"The task's files (instruction, tests, solution) are in {INPUT}/task. "
             about += "The agent saw neither tests nor solution."
@@ -266,11 +262,8 @@ class ReviewPlan:
         if self.rubric and self.rubric.causes:
             parts.append(f"Causes (choose the one that fits best):\n{as_list(self.rubric.causes)}")
         schema = json.dumps(schema_of(order.kind, order.criteria, order.causes).model_json_schema())
-        contract = fill_in(
-            load_prompt("contract"),
-            {"where": where, "output": order.output, "schema": schema, "artifacts": ARTIFACTS, "input": INPUT},
-        )
-        return "\n\n".join((*parts, contract.rstrip())) + "\n"
+        known = {"where": where, "output": order.output, "schema": schema, "artifacts": ARTIFACTS, "input": INPUT}
+        return "\n\n".join((*parts, fill_in(load_prompt("contract"), known).rstrip())) + "\n"
 
 
 def run_differs(run: str, reason: str) -> JobError:
@@ -279,7 +272,7 @@ def run_differs(run: str, reason: str) -> JobError:
 
 
 def _mark(tasks: Path) -> Path:
-    """The file in pier's home that says that the tasks of a run, as they are now, were written by this user."""
+    """The mark in pier's home for a directory of tasks with its current content."""
     digest = hashlib.sha256()
     with Tree(tasks) as tree:
         for entry in tree.entries():
@@ -290,7 +283,7 @@ def _mark(tasks: Path) -> Path:
 
 
 def was_written_here(tasks: Path) -> bool:
-    """Whether the tasks of a run are as this user's last command for that run wrote them."""
+    """Whether this user wrote the tasks of a run, and they are unchanged since."""
     try:
         return _mark(tasks).is_file()
     except (OSError, TreeError):
@@ -298,16 +291,16 @@ def was_written_here(tasks: Path) -> bool:
 
 
 def refuse_links(root: Path, below: str) -> None:
-    """Refuse to write below a root where a link stands in the way: a job may come from anywhere."""
+    """Raise `JobError` if a path below a root passes a symbolic link: the job may come from an untrusted source."""
     path = root
     for part in below.split("/"):
         path = path / part
         if path.is_symlink():
-            raise JobError(f"{path} is a link, so nothing is written there", code="job-files")
+            raise JobError(f"cannot write to {path}: it is a link", code="job-files")
 
 
 def _result_digest(directory: Path) -> str:
-    """The digest of a trial's result, which is sealed last and has a random id; of its trajectory if it has none."""
+    """The digest of a trial's result, which has a random id; without a result, of its trajectory."""
     with Tree(directory.resolve()) as tree:
         for name in ("result.json", "agent/trajectory.json"):
             try:
@@ -323,11 +316,11 @@ def _file_tree(path: Path) -> str:
 
 
 def as_review(spec: TrialSpec) -> TrialSpec:
-    """The spec of a trial whose task is a review."""
-    order, root = read_order(spec.task), root_of(spec.task)
+    """Turn the spec of a review task into that of a review: mounts, hidden directories, and the check of the output."""
+    order, root = read_order(spec.task), spec.task.path.parents[3]
     places = order.places(root)
     mounts = tuple(Mount(f"{INPUT}/{name}", path, read_only=True) for name, path in places.items())
-    # Neighbours of the reviewed job are hidden too, unless they lie at the top of the machine.
+    # Hide the other jobs next to the reviewed one too, but never / or one of its direct subdirectories.
     jobs = (root, root.parent) if len(root.parent.parts) > 2 else (root,)
     sandbox = replace(
         spec.sandbox, mounts=(*spec.sandbox.mounts, *mounts), hidden=(*spec.sandbox.hidden, *jobs, *places.values())
@@ -338,7 +331,7 @@ def as_review(spec: TrialSpec) -> TrialSpec:
         problems = await _find_problems(sandbox, order, root)
         if problems and number >= order.asks:
             raise AgentError(
-                f"the review is not accepted after {number + 1} runs of the agent: {'; '.join(problems)}",
+                f"invalid review after {number + 1} runs of the agent: {'; '.join(problems)}",
                 code="bad_review",
             )
         listed = "\n".join(f"- {problem}" for problem in problems)

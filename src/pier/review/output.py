@@ -1,10 +1,9 @@
 """The output of a critic, and its check: the JSON fits its schema, and all evidence exists.
 
-A finding cites a step of the trial's trajectory, or a file with a line and perhaps a quote. What is cited is looked up
-in what the critic was shown, on the host: a step that the trajectory lacks, a line past the end of a file or a quote
-that is not there is a problem that the critic is asked to correct. What is kept has one form: `file` begins with
-`trial/` or `task/`, a step names its trajectory there, and `line` is the line that holds the quote. Nothing below is
-resolved through a link.
+A finding cites a step of the trial's trajectory, or a file with a line and optionally a quote. Evidence is looked up on
+the host, in the files that the critic saw; a missing step, line, file or quote is a problem that the critic has to
+correct. Accepted evidence is normalized: `file` begins with `trial/` or `task/`, and is the trajectory for a step;
+`line` is the line that contains the quote. No symbolic link is followed.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from pier.task.load import describe
 from pier.tree import Tree, TreeError
 
 INPUT = "/critique/input"
-"""Where a critic finds what it reviews: `trial` and `task` below it, each read-only."""
+"""Directory of the read-only mounts `trial`, `task` and `job` in the critic's sandbox."""
 
 TRAJECTORY = "agent/trajectory.json"
 OUTPUT_LIMIT = 1 << 20
 _FILE_LIMIT = 64 << 20
 _PROBLEMS = 12
 _NEAR = 3
-"""A quote may be this many lines away from the line that is cited."""
+"""Maximum distance in lines between a quote and the cited line."""
 
 Schema: TypeAlias = type[BaseModel]
 
@@ -39,12 +38,12 @@ class _Part(BaseModel):
 
 
 class Evidence(_Part):
-    """Where a finding can be seen: a step of the trajectory (`step_id`), or a file and a line."""
+    """Evidence for a finding: a step of the trajectory (`step_id`), or a file and a line."""
 
     step: int | None = None
     file: str | None = Field(default=None, description="below trial/ or task/")
     line: int | None = Field(default=None, ge=1)
-    quote: str | None = Field(default=None, description="a few words of that step or line, as they are")
+    quote: str | None = Field(default=None, description="a few words of that step or line, verbatim")
 
     @model_validator(mode="after")
     def _has_a_place(self) -> Evidence:
@@ -54,7 +53,7 @@ class Evidence(_Part):
 
     @property
     def place(self) -> str:
-        """The place as text for people."""
+        """The place in readable form."""
         where = f"{self.file}:{self.line}" if self.line else str(self.file)
         if self.step is None:
             return where
@@ -62,15 +61,11 @@ class Evidence(_Part):
 
 
 class CriterionAnswer(_Part):
-    """The answer to one criterion."""
-
     outcome: Literal["pass", "fail", "not_applicable"]
     explanation: str = Field(min_length=1)
 
 
 class CritiqueFinding(_Part):
-    """One thing that the critic found."""
-
     criterion: str = ""
     severity: Literal["low", "medium", "high"] = "medium"
     summary: str = Field(min_length=1)
@@ -84,7 +79,7 @@ class _Output(BaseModel):
 
 
 class CritiqueOutput(_Output):
-    """datacurve pier's required fields, with findings."""
+    """The required fields of datacurve pier, with findings."""
 
     rating: Literal["good", "bad"]
     feedback: str = Field(min_length=1)
@@ -119,11 +114,11 @@ OUTPUTS: dict[Kind, str] = {
     "check": "check-result.json",
     "job": "job-analysis.json",
 }
-"""The file that a critic writes, in the directory of artifacts."""
+"""Name of the critic's output file, in the directory of artifacts."""
 
 
 def schema_of(kind: Kind, criteria: tuple[str, ...], causes: tuple[str, ...]) -> Schema:
-    """The model of what a critic must write: an answer to each criterion, and one of the causes if there are any."""
+    """The model of a critic's output: an answer to each criterion, and one of `causes` if there are any."""
     fields: dict[str, Any] = {}
     if criteria:
         answers: dict[str, Any] = {
@@ -137,21 +132,20 @@ def schema_of(kind: Kind, criteria: tuple[str, ...], causes: tuple[str, ...]) ->
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A critic's output: `value` with its evidence in one form, or the reasons why it is not accepted."""
+    """A checked output: its `value` with normalized evidence, or the problems in it."""
 
     value: dict[str, Any] | None = None
     problems: tuple[str, ...] = ()
 
 
 def check_output(data: bytes, schema: Schema, places: Mapping[str, Path]) -> Checked:
-    """Check what a critic wrote. `places` are the directories of this machine that it saw, by their names below
-    `INPUT`."""
+    """Check a critic's output. `places` are the host's directories that it saw, by their names below `INPUT`."""
     try:
         output = schema.model_validate(json.loads(data))
     except ValidationError as error:
         return Checked(problems=tuple(describe(error).split("; ")[:_PROBLEMS]))
     except (ValueError, RecursionError) as error:
-        return Checked(problems=(f"it is not JSON: {error}",))
+        return Checked(problems=(f"the output is not JSON: {error}",))
     assert isinstance(output, _Output)
     known = _Places(places)
     problems = [
@@ -165,7 +159,7 @@ def check_output(data: bytes, schema: Schema, places: Mapping[str, Path]) -> Che
     try:
         return Checked(output.model_dump(mode="json", by_alias=True, exclude_none=True))
     except (ValueError, RecursionError) as error:
-        return Checked(problems=(f"it holds a value that cannot be kept: {error}",))
+        return Checked(problems=(f"the output has an invalid value: {error}",))
 
 
 @dataclass(slots=True)
@@ -177,13 +171,13 @@ class _Places:
     _lines: dict[str, list[str]] = field(default_factory=dict)
 
     def problems(self, evidence: Evidence) -> Iterator[str]:
-        """Why the evidence does not hold. Evidence that holds gets its one form."""
+        """The problems of a piece of evidence, which is normalized if there are none."""
         if evidence.file:
-            found = self._locate(evidence.file)
-            if found is None:
+            located = self._locate(evidence.file)
+            if located is None:
                 yield f"there is no file {evidence.file!r} below {INPUT}"
                 return
-            evidence.file = found
+            evidence.file = located
         if evidence.step is not None:
             yield from self._step_problems(evidence, evidence.step)
         elif evidence.line is not None or evidence.quote:
@@ -206,27 +200,25 @@ class _Places:
         return found is not None and found.kind == "file"
 
     def _step_problems(self, evidence: Evidence, step: int) -> Iterator[str]:
-        named = evidence.file if (evidence.file or "").endswith("trajectory.json") else None
-        files = [named] if named else self._trajectories()
-        holding = [name for name in files if step in self._steps_of(name)]
+        if evidence.file and evidence.file.endswith("trajectory.json"):
+            files = [evidence.file]
+        else:
+            trial = self.places.get("trial")
+            files = [f"trial/{name}" for name in find_trajectories(trial)] if trial else []
+        having_step = [name for name in files if step in self._steps_of(name)]
         if not files:
             yield f"step {step} does not exist: the trial has no trajectory, so cite a file and a line"
-        elif not holding:
+        elif not having_step:
             known = sorted(set().union(*(self._steps_of(name) for name in files)))
             steps = f"{known[0]} to {known[-1]}" if known else "none"
             yield f"step {step} does not exist: the steps of {', '.join(files)} are {steps}"
-        elif quoting := [name for name in holding if _plain(evidence.quote or "") in self._steps_of(name)[step]]:
-            evidence.file, evidence.line = quoting[0], None
+        elif matches := [name for name in having_step if _plain(evidence.quote or "") in self._steps_of(name)[step]]:
+            evidence.file, evidence.line = matches[0], None
         else:
-            yield f"the quote {str(evidence.quote)[:80]!r} is not in step {step} of {', '.join(holding)}"
-
-    def _trajectories(self) -> list[str]:
-        if "trial" not in self.places:
-            return []
-        return [f"trial/{name}" for name in find_trajectories(self.places["trial"])]
+            yield f"the quote {str(evidence.quote)[:80]!r} is not in step {step} of {', '.join(having_step)}"
 
     def _steps_of(self, name: str) -> dict[int, str]:
-        """The texts of a trajectory's steps, as they are and as JSON writes them."""
+        """The texts of a trajectory's steps, both plain and as encoded JSON, by step id."""
         if name not in self._steps:
             try:
                 steps = enumerate(json.loads(self._read(name))["steps"], 1)
@@ -245,16 +237,16 @@ class _Places:
             try:
                 self._lines[name] = self._read(name).decode(errors="replace").split("\n")
             except (OSError, TreeError):
-                yield f"{name} cannot be read or has more than {_FILE_LIMIT >> 20} MB"
+                yield f"{name} cannot be read or is larger than {_FILE_LIMIT >> 20} MB"
                 return
         lines, line, quote = self._lines[name], evidence.line, _plain(evidence.quote or "")
         if line is not None and line > len(lines):
             yield f"{name} has {len(lines)} lines, so there is no line {line}"
             return
         start, end = (0, len(lines)) if line is None else (max(line - 1 - _NEAR, 0), line + _NEAR)
-        holding = [number for number, text in enumerate(lines[start:end], start + 1) if quote in _plain(text)]
-        if holding and quote:
-            evidence.line = min(holding, key=lambda number: abs(number - (line or 0)))
+        matches = [number for number, text in enumerate(lines[start:end], start + 1) if quote in _plain(text)]
+        if matches and quote:
+            evidence.line = min(matches, key=lambda number: abs(number - (line or 0)))
         elif quote not in _plain("\n".join(lines[start:end])):
             where = f" near line {line}" if line else ""
             yield f"the quote {str(evidence.quote)[:80]!r} is not in {name}{where}"
@@ -266,7 +258,7 @@ class _Places:
 
 
 def find_trajectories(trial: Path) -> list[str]:
-    """The trajectories of a trial: its own, and those of its steps."""
+    """The trajectory files of a trial and of its steps."""
     with Tree(trial.resolve()) as tree:
         names = [f"{place}{TRAJECTORY}" for place in step_places(tree)]
         return [name for name in names if (found := tree.find(name)) and found.kind == "file"]

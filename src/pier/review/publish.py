@@ -1,6 +1,6 @@
 """Writes critiques and analyses next to the reviewed trials, in the layouts of datacurve pier and Harbor (see `read`).
 
-Everything is written through `pier.tree`: a job that came from somewhere else may hold links.
+All files are written through `pier.tree`: a job from an untrusted source may contain symbolic links.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PARTS = {"critique-result.json": "file", "critique-result.md": "file", "critiqu
 
 
 def publish_critiques(run: ReviewRun, *, overwrite: bool = False) -> list[str]:
-    """Write every critique that has ended; the names of the published runs."""
+    """Write all finished critiques; the names of the published runs."""
     root, critics = run.plan.root, run.by_critic()
     with Tree(root) as tree:
         for name, reviews in critics.items():
@@ -55,11 +55,11 @@ def publish_critiques(run: ReviewRun, *, overwrite: bool = False) -> list[str]:
 
 
 def refuse_foreign_run(root: Path, run: str) -> None:
-    """Refuse to add to a run that another program made."""
+    """Raise `JobError` if another program created the run."""
     with Tree(root) as tree:
         config = tree.read_object(f"{CRITIQUES}/{run}/config.json", READ_LIMIT)
     if config is not None and "pier" not in config:
-        raise run_differs(run, "was made by another program")
+        raise run_differs(run, "was created by another program")
 
 
 def _put(tree: Tree, path: str, value: Any) -> None:
@@ -67,8 +67,8 @@ def _put(tree: Tree, path: str, value: Any) -> None:
 
 
 def _critique_config(run: ReviewRun, name: str, reviews: Sequence[Review]) -> dict[str, Any]:
-    """datacurve's `CritiqueConfig`."""
-    config = run.config
+    """A `CritiqueConfig` of datacurve pier."""
+    config = run.view.config or {}
     return {
         "run_name": name,
         "source_job_dir": str(run.plan.root),
@@ -83,16 +83,16 @@ def _critique_config(run: ReviewRun, name: str, reviews: Sequence[Review]) -> di
 
 
 def _critique_result(run: ReviewRun, config: dict[str, Any], all_ended: bool, ended: list[Review]) -> dict[str, Any]:
-    """datacurve's `CritiqueJobResult`, which has no items on disk."""
+    """A `CritiqueJobResult` of datacurve pier, without its items."""
     name = config["run_name"]
     return {
-        "id": _id(f"{run.job_id}/{name}"),
+        "id": _id(f"{run.view.id}/{name}"),
         "run_name": name,
         "source_job_dir": str(run.plan.root),
         "critique_dir": str(run.plan.root / CRITIQUES / name),
         "config": config,
-        "started_at": run.started_at,
-        "finished_at": run.finished_at if all_ended else None,
+        "started_at": run.view.created_at,
+        "finished_at": run.view.finished_at if all_ended else None,
         "failed_items": [],
         "n_items": len(config["trial_names"]),
         "n_failed": sum(review.value is None for review in ended),
@@ -104,7 +104,7 @@ def _id(text: str) -> str:
 
 
 def _put_critique(tree: Tree, place: str, run: ReviewRun, review: Review, config: dict[str, Any]) -> None:
-    """One item: what the critic wrote, as it was checked, and how it came to be."""
+    """Write one critique: the checked output, the critic's trajectory and log, and the metadata."""
     metadata = _metadata(run, review)
     known = tree.read_object(f"{place}/critique-metadata.json", READ_LIMIT)
     if known is not None and known.get("id") == metadata["id"]:
@@ -133,7 +133,7 @@ def _put_critique(tree: Tree, place: str, run: ReviewRun, review: Review, config
 
 
 def _metadata(run: ReviewRun, review: Review) -> dict[str, Any]:
-    """datacurve's `CritiqueItemResult`. A critique that was accepted has no exception, however its agent ended."""
+    """A `CritiqueItemResult` of datacurve pier. An accepted critique has no exception, even if its agent failed."""
     source = find_result(run.plan.root / review.name)
     result = review.result.model_dump(mode="json") if review.result else {}
     exception = None
@@ -142,11 +142,11 @@ def _metadata(run: ReviewRun, review: Review) -> dict[str, Any]:
             "exception_type": "AgentError",
             "exception_message": review.error or "",
             "exception_traceback": "",
-            "occurred_at": result.get("finished_at") or run.started_at,
+            "occurred_at": result.get("finished_at") or run.view.created_at,
             "code": "bad_review",
         }
     return {
-        "id": result.get("id") or _id(f"{run.job_id}/{review.row.name}"),
+        "id": result.get("id") or _id(f"{run.view.id}/{review.row.name}"),
         "source_trial_name": review.name,
         "critique_trial_name": review.row.name,
         "task_name": source.task_name if source else review.name,
@@ -163,7 +163,7 @@ def _metadata(run: ReviewRun, review: Review) -> dict[str, Any]:
 
 
 def _copy(source: Tree, name: str, target: Tree, path: str) -> None:
-    """Copy a regular file of bounded size, if there is one."""
+    """Copy a regular file of at most `_COPY_LIMIT` bytes; skip it otherwise."""
     try:
         data = source.read(name, _COPY_LIMIT)
     except (OSError, TreeError):
@@ -182,7 +182,7 @@ def _copy_tree(source: Tree, name: str, target: Tree, path: str) -> None:
 
 
 def combined(run: ReviewRun) -> dict[str, dict[str, Any]]:
-    """The accepted answers, one for each trial or task: several become one."""
+    """The accepted answers, combined into one for each trial or task."""
     answers: dict[str, list[dict[str, Any]]] = {}
     for review in run.reviews:
         if review.value is not None:
@@ -191,8 +191,8 @@ def combined(run: ReviewRun) -> dict[str, dict[str, Any]]:
 
 
 def _combined(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """One answer from several: the most frequent cause, with the summary and findings of the first that named it, and
-    the most frequent outcome of each criterion. All answers are kept, with the share of pairs that agree."""
+    """Combine several answers: the most frequent cause, with summary and findings of the first answer that names it,
+    and the most frequent outcome of each criterion. All answers are included, with the share of agreeing pairs."""
     if len(answers) == 1:
         return answers[0]
     cause = Counter(answer.get("cause") for answer in answers).most_common(1)[0][0]
@@ -207,7 +207,7 @@ def _combined(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def outcomes_of(answer: Mapping[str, Any]) -> dict[str, str | None]:
-    """The cause that a critic named, and its outcome for each criterion."""
+    """The cause in an answer, and the outcome of each criterion."""
     return {"cause": answer.get("cause")} | {name: check["outcome"] for name, check in answer["checks"].items()}
 
 
@@ -228,7 +228,7 @@ def publish_job_analysis(root: Path, value: dict[str, Any]) -> None:
 
 
 def count_causes(analyses: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Causes, the most frequent first, with the trials that have them."""
+    """Causes, most frequent first, with their trials."""
     trials: dict[str, list[str]] = {}
     for analysis in analyses:
         trials.setdefault(str(analysis.get("cause") or "unknown"), []).append(str(analysis["trial_name"]))
@@ -243,14 +243,12 @@ def _analysis_text(analysis: dict[str, Any]) -> str:
         lines += [f"Cause: {analysis['cause']}", ""]
     lines += [f"- {name}: {check['outcome']}. {check['explanation']}" for name, check in analysis["checks"].items()]
     lines += [f"- [{finding['severity']}] {finding['summary']}" for finding in analysis.get("findings") or ()]
-    lines += [
-        f"- agreement of several answers: {name} {share:.0%}" for name, share in analysis.get("agreement", {}).items()
-    ]
+    lines += [f"- agreement on {name}: {share:.0%}" for name, share in analysis.get("agreement", {}).items()]
     return "\n".join(lines) + "\n"
 
 
 def job_text(value: dict[str, Any]) -> str:
     """The analysis of a job as Markdown."""
     rows = [f"| {row['cause']} | {row['count']} | {', '.join(row['trials'][:3])} |" for row in value["causes"]]
-    table = ["| cause | trials | for example |", "|---|---|---|", *rows]
+    table = ["| cause | trials | examples |", "|---|---|---|", *rows]
     return "\n".join([str(value["job_summary"]), "", *table]) + "\n"

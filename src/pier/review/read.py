@@ -5,8 +5,8 @@
     <root>/TRIAL/analysis.json, analysis.md          one trial
     <root>/analysis.json, analysis.md                the job
 
-No file is trusted: a missing, broken or oversized one is a value that is missing, never an error, and no link is
-followed. Runs of datacurve pier read the same. Texts come from models that saw hostile text: escape them.
+No file is trusted: a missing, broken or oversized file reads as a missing value, never as an error, and no link is
+followed. Runs of datacurve pier have the same layout. Texts come from models that saw hostile text: escape them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ READ_LIMIT = 8 << 20
 
 
 def _fitting(model: type[BaseModel]) -> BeforeValidator:
-    """Drops the rows of a list or object that do not fit a model."""
+    """A validator that drops the rows of a list or object that do not fit a model."""
 
     def fits(row: Any) -> bool:
         try:
@@ -60,7 +60,7 @@ Money = Annotated[float | None, Field(strict=True)]
 
 
 class _FromFile(BaseModel):
-    """A value of the wrong type is a missing one."""
+    """A model whose fields fall back to their defaults if a value has the wrong type."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
@@ -74,7 +74,7 @@ class _FromFile(BaseModel):
 
 
 class Critique(_FromFile):
-    """The critique of one trial. Further keys of its JSON are in `more`."""
+    """The critique of one trial. `more` has the remaining keys of its JSON."""
 
     run: str
     trial: str
@@ -112,7 +112,7 @@ class CritiqueRun(_FromFile):
 
     @cached_property
     def critiques(self) -> tuple[Critique, ...]:
-        """All critiques of the run that were begun, by the name of the trial."""
+        """All started critiques of the run, by name of the trial."""
         with Tree(self.root.resolve()) as tree:
             return tuple(_critique(tree, self, name) for name in _directories(tree, f"{CRITIQUES}/{self.name}"))
 
@@ -126,7 +126,7 @@ def _directories(tree: Tree, below: str) -> list[str]:
 
 
 def list_runs(root: Path) -> list[CritiqueRun]:
-    """The critique runs of a job, the newest name first."""
+    """The critique runs of a job, newest name first."""
     try:
         with Tree(root.resolve()) as tree:
             return [_run(tree, root, name) for name in sorted(_directories(tree, CRITIQUES), reverse=True)]
@@ -135,12 +135,12 @@ def list_runs(root: Path) -> list[CritiqueRun]:
 
 
 def read_run(root: Path, name: str) -> CritiqueRun | None:
-    """One run; None if there is none of this name."""
+    """The run with a name; None if unknown."""
     return next((run for run in list_runs(root) if run.name == name), None)
 
 
 def critiques_of(root: Path, trial: str) -> list[Critique]:
-    """The critiques of one trial in all runs, the newest first."""
+    """The critiques of one trial in all runs, newest first."""
     runs = list_runs(root) if is_plain_name(trial) else []
     if not runs:
         return []
@@ -190,7 +190,7 @@ def _critique(tree: Tree, run: CritiqueRun, trial: str) -> Critique:
 
 @dataclass(frozen=True, slots=True)
 class HeatRow:
-    """The answers about one trial, in the order of the criteria; None where there is none."""
+    """The answers about one trial, in the order of the criteria; None if missing."""
 
     trial: str
     rating: str | None
@@ -199,26 +199,23 @@ class HeatRow:
 
 @dataclass(frozen=True, slots=True)
 class HeatMap:
-    """Trials against criteria."""
+    """The answers of one run: trials by criteria."""
 
     criteria: tuple[str, ...]
     rows: tuple[HeatRow, ...]
 
 
 def heat_map(run: CritiqueRun) -> HeatMap:
-    """The answers of one run."""
     criteria = tuple(dict.fromkeys((*run.criteria, *(name for each in run.critiques for name in each.checks))))
-    answers = [(each, {name: check.outcome for name, check in each.checks.items()}) for each in run.critiques]
-    return HeatMap(
-        criteria, tuple(HeatRow(each.trial, each.rating, tuple(map(row.get, criteria))) for each, row in answers)
-    )
+    rows = [HeatRow(each.trial, each.rating, tuple(map(_answers(each).get, criteria))) for each in run.critiques]
+    return HeatMap(criteria, tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far several critics agree: the share of pairs of critics that gave the same answer, over all trials that
-    both reviewed, for the verdict (a rating or a cause) and each criterion. `disputed` are the trials with different
-    verdicts."""
+    """The agreement of several critics. `shares` has, for the verdict (a rating or a cause) and each criterion, the
+    share of pairs of critics with the same answer, over all trials that both reviewed. `disputed` are the trials with
+    different verdicts."""
 
     critics: tuple[str, ...]
     n_trials: int
@@ -227,11 +224,11 @@ class Agreement:
 
 
 Answers = Mapping[str, Mapping[str, str | None]]
-"""The answers of one critic about each trial, by the name of the question."""
+"""The answers of one critic: for each trial, by name of the question."""
 
 
 def agreement(critics: Mapping[str, Answers], verdict: str) -> Agreement:
-    """Compare critics. `verdict` is the question that decides whether a trial is disputed."""
+    """Compare critics. `verdict` is the question whose answers decide whether a trial is disputed."""
     trials = dict.fromkeys(trial for answers in critics.values() for trial in answers)
     pairs = [
         (trial, one[trial], other[trial])
@@ -260,11 +257,12 @@ def compare_runs(runs: Iterable[CritiqueRun]) -> Agreement:
 
 
 def _answers(critique: Critique) -> dict[str, str | None]:
+    """The rating and the outcome of each criterion."""
     return {"rating": critique.rating, **{name: check.outcome for name, check in critique.checks.items()}}
 
 
 class TrialAnalysis(_FromFile):
-    """Why a trial ended the way it did. `agreement` is how far several answers agree, by cause and criterion."""
+    """The analysis of one trial. `agreement` has the share of agreeing pairs of `answers`, by cause and criterion."""
 
     trial: str
     summary: str
@@ -277,18 +275,14 @@ class TrialAnalysis(_FromFile):
     answers: tuple[dict[str, Any], ...] = ()
 
     def as_file(self) -> dict[str, Any]:
-        """The analysis as it lies on disk."""
+        """The analysis in the format of its file."""
         value = self.model_dump(mode="json", exclude={"trial", "model", "cost_usd"}, exclude_defaults=True)
-        return {
-            "trial_name": self.trial,
-            "checks": {},
-            **value,
-            "pier": {"model": self.model, "cost_usd": self.cost_usd},
-        }
+        about = {"model": self.model, "cost_usd": self.cost_usd}
+        return {"trial_name": self.trial, "checks": {}, **value, "pier": about}
 
 
 class CauseCount(BaseModel):
-    """A cause, and the trials that have it."""
+    """A cause and its trials."""
 
     cause: str
     count: int
@@ -296,7 +290,7 @@ class CauseCount(BaseModel):
 
 
 class JobAnalysis(_FromFile):
-    """Why the trials of a job ended the way they did. `trials` are those that it is about."""
+    """The analysis of a job. `trials` are the trials that it covers."""
 
     summary: str = Field(validation_alias="job_summary")
     causes: Annotated[tuple[CauseCount, ...], _fitting(CauseCount)] = ()
@@ -306,13 +300,13 @@ class JobAnalysis(_FromFile):
 
 
 def read_analysis(directory: Path) -> TrialAnalysis | None:
-    """The analysis in a trial's directory."""
+    """The analysis of a trial; None if it has none."""
     value = _analysis(directory, "summary")
     return TrialAnalysis.model_validate({**value, "trial": directory.name}) if value else None
 
 
 def read_job_analysis(root: Path) -> JobAnalysis | None:
-    """The analysis in a job's directory."""
+    """The analysis of a job; None if it has none."""
     value = _analysis(root, "job_summary")
     return JobAnalysis.model_validate(value) if value else None
 

@@ -1,7 +1,7 @@
-"""Rubrics and prompts: files in this package that users can copy, change and give instead.
+"""Rubrics and prompts: files in this package, which users can copy, edit and pass to the commands.
 
-A rubric is a TOML, YAML or JSON file in Harbor's form: `[[criteria]]` with name, description and guidance. One for
-`pier analyze` may also name `[[causes]]`, from which the critic chooses one for each trial.
+A rubric is a TOML, YAML or JSON file in Harbor's format: `[[criteria]]` with name, description and guidance. A rubric
+for `pier analyze` may also have `[[causes]]`: the critic chooses one of them for each trial.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HERE = Path(__file__).parent
 RUBRICS, PROMPTS = _HERE / "rubrics", _HERE / "prompts"
 
 CRITIQUE_RUBRICS = ("reward", "reward-hacking", "environment", "trajectory", "patch")
-"""The rubrics of a critique, unless others are asked for."""
+"""The default rubrics of a critique."""
 
 _KEY = r"^[A-Za-z_][A-Za-z0-9_]{0,63}$"
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -61,7 +61,7 @@ class ReviewRubric(BaseModel):
 
 
 def as_list(criteria: Iterable[Criterion]) -> str:
-    """Criteria or causes as a prompt shows them."""
+    """Criteria or causes as a list for a prompt."""
     texts = (f"- {each.name}: {each.description} {each.guidance}" for each in criteria)
     return "\n".join(text.rstrip(" :") for text in texts)
 
@@ -71,7 +71,7 @@ def built_in_rubrics() -> list[str]:
 
 
 def load_rubric(*sources: str | Path) -> ReviewRubric:
-    """The rubric that files or names of built-in rubrics make together."""
+    """Load rubrics from files, or by name of built-in ones, and merge them."""
     parts = [_load(Path(source)) for source in sources]
     rubric = ReviewRubric(
         criteria=[criterion for part in parts for criterion in part.criteria],
@@ -108,16 +108,16 @@ def _parse(path: Path) -> Any:
     raise UsageError(f"invalid value {str(path)!r} for --rubric: expected a .toml, .yaml or .json file")
 
 
-def load_prompt(name: str, given: str | None = None) -> str:
-    """The text of a prompt: of the file that a user gave, else of the built-in one."""
+def load_prompt(name: str, file: str | None = None) -> str:
+    """The text of the user's prompt `file`, else of the built-in prompt `name`."""
     try:
-        return (Path(given) if given else PROMPTS / f"{name}.md").read_text(encoding="utf-8")
+        return (Path(file) if file else PROMPTS / f"{name}.md").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"invalid value {given!r} for --prompt: cannot be read: {error}") from error
+        raise UsageError(f"invalid value {file!r} for --prompt: cannot read the file: {error}") from error
 
 
 def copy_files(directory: Path) -> list[Path]:
-    """Copy the built-in prompts and rubrics to a directory, to be changed there; files that are there stay."""
+    """Copy the built-in prompts and rubrics to a directory; the new files. Existing files are not overwritten."""
     written: list[Path] = []
     for kind in (PROMPTS, RUBRICS):
         (directory / kind.name).mkdir(parents=True, exist_ok=True)
@@ -130,5 +130,5 @@ def copy_files(directory: Path) -> list[Path]:
 
 
 def fill_in(template: str, values: Mapping[str, str]) -> str:
-    """A prompt with its placeholders filled in. Values are not looked at again, so no text of a trial is a template."""
+    """Replace the placeholders of a prompt. Placeholders in the values, which may come from a trial, have no effect."""
     return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), template)

@@ -1,4 +1,4 @@
-"""Reviews as text for people. Whatever a model wrote is printed without control characters."""
+"""Reviews as text for a terminal. Control characters in the output of models are escaped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDTH = 100
 
 
 def lines_of(text: str, indent: str = "") -> list[str]:
-    """Text of a model or an agent, line by line, safe for a terminal."""
+    """The lines of a model's text, safe for a terminal."""
     return [f"{indent}{printable(line)}" for line in text.strip().splitlines()]
 
 
@@ -35,7 +35,6 @@ def _first(names: Sequence[str], number: int = _EXAMPLES) -> str:
 
 
 def runs_lines(runs: Iterable[CritiqueRun]) -> list[str]:
-    """Several runs."""
     return [line for run in runs for line in _run_lines(run)]
 
 
@@ -44,7 +43,7 @@ def _critic(found: CritiqueRun | Critique) -> str:
 
 
 def _run_lines(run: CritiqueRun) -> list[str]:
-    """One run: ratings, answers to each criterion, tags, and what failed."""
+    """A summary of one run: ratings, outcomes by criterion, tags, failures."""
     done = [each for each in run.critiques if each.status == "completed"]
     ratings = Counter(each.rating for each in done)
     lines = [
@@ -52,7 +51,7 @@ def _run_lines(run: CritiqueRun) -> list[str]:
         f"  {len(done)} of {max(run.n_items, len(run.critiques))} trials reviewed: {ratings['good']} good, "
         f"{ratings['bad']} bad; cost {cost_text(run.cost_usd)}",
     ]
-    lines += _answers(done)
+    lines += _criteria_table(done)
     if tags := Counter(tag for each in done for tag in each.tags):
         lines.append(printable("  tags: " + ", ".join(f"{tag} {count}" for tag, count in tags.most_common(10))))
     failed = [each for each in run.critiques if each.status == "failed"]
@@ -63,7 +62,7 @@ def _run_lines(run: CritiqueRun) -> list[str]:
     return lines
 
 
-def _answers(critiques: Sequence[Critique]) -> list[str]:
+def _criteria_table(critiques: Sequence[Critique]) -> list[str]:
     names = list(dict.fromkeys(name for each in critiques for name in each.checks))
     if not names:
         return []
@@ -79,7 +78,7 @@ def _answers(critiques: Sequence[Critique]) -> list[str]:
 
 
 def critique_lines(critique: Critique) -> list[str]:
-    """One critique in full."""
+    """One critique with all details."""
     verdict = critique.rating or critique.status
     lines = [printable(f"{critique.trial}: {verdict}  ({critique.run}: {_critic(critique)})")]
     if critique.error:
@@ -93,7 +92,7 @@ def critique_lines(critique: Critique) -> list[str]:
 
 
 def _review_lines(checks: Mapping[str, CriterionAnswer], findings: Iterable[CritiqueFinding]) -> Iterator[str]:
-    """The answers to criteria, and the findings with their evidence."""
+    """The outcome of each criterion, and the findings with their evidence."""
     for name, check in checks.items():
         yield printable(f"  {check.outcome:<14} {name}: {check.explanation}")
     for finding in findings:
@@ -104,7 +103,7 @@ def _review_lines(checks: Mapping[str, CriterionAnswer], findings: Iterable[Crit
 
 
 def analysis_lines(found: Analysis) -> list[str]:
-    """Why trials failed, as a model sees it."""
+    """The result of `pier analyze` and `pier summarize`."""
     lines: list[str] = []
     if found.job:
         lines += [*lines_of(found.job["job_summary"]), "", *counted_lines(found.job["causes"])]
@@ -119,9 +118,8 @@ def analysis_lines(found: Analysis) -> list[str]:
 
 
 def agreement_lines(found: Agreement) -> list[str]:
-    """How far critics agree."""
     if not found.n_trials:
-        return ["no trial was reviewed by two of these critics"]
+        return ["no agreement: no trial was reviewed by two of these critics"]
     lines = [f"agreement of {len(found.critics)} critics over {_count(found.n_trials, 'trial')}:"]
     lines += [printable(f"  {name}: {share:.0%}") for name, share in found.shares.items()]
     if found.disputed:
@@ -130,7 +128,7 @@ def agreement_lines(found: Agreement) -> list[str]:
 
 
 def cause_lines(groups: Sequence[CauseGroup]) -> list[str]:
-    """Causes that were found without a model."""
+    """Causes found without a model."""
     total = sum(len(group.trials) for group in groups)
     passed = sum(len(group.trials) for group in groups if group.key == PASSED)
     lines = [f"{_count(total, 'trial')}, {passed} passed"]
@@ -145,7 +143,7 @@ def cause_lines(groups: Sequence[CauseGroup]) -> list[str]:
 
 
 def counted_lines(causes: Iterable[dict[str, Any]]) -> list[str]:
-    """Causes that a model named."""
+    """Causes chosen by a model."""
     return [printable(f"{row['count']:>6}  {row['cause']}  e.g. {_first(row['trials'])}") for row in causes]
 
 
@@ -173,7 +171,7 @@ def check_lines(report: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def has_failures(report: dict[str, dict[str, Any]]) -> bool:
-    """Whether a task has an error, a run that went wrong, or a criterion that failed."""
+    """Whether a task has an error, a failed run or a failed criterion."""
     return any(
         any(problem["level"] == "error" for problem in row["problems"])
         or not all(run["ok"] for run in row["runs"])

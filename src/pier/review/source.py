@@ -1,6 +1,6 @@
-"""Finds the trials that a review is about: of a job, a workspace, or a single one; of pier, Harbor or datacurve pier.
+"""Finds the trials to review: those of a job or a workspace, or a single one; of pier, Harbor or datacurve pier.
 
-`root` is the directory that holds the trials. Results of reviews are written there, next to what was reviewed.
+`root` is the directory of the trials. Results of reviews are written below it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Only = Literal["passed", "failed", "errored"]
 
 @dataclass(frozen=True, slots=True)
 class SourceTrial:
-    """A finished trial that can be reviewed."""
+    """A finished trial."""
 
     name: str
     directory: Path
@@ -41,7 +41,7 @@ class SourceTrial:
         return bool(rewards) and all(value >= 1 for value in (rewards or {}).values())
 
     def is_of(self, only: Only) -> bool:
-        """Whether it counts as passed, as errored (any error), or as failed (a verdict below 1)."""
+        """Whether the trial passed, errored (any error), or failed (a verdict below 1)."""
         outcome = self.outcome
         if only == "passed" or outcome is None:
             return only == "passed" and self.passed
@@ -50,7 +50,7 @@ class SourceTrial:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The finished trials below `root`. `single` if one trial was named rather than all of them."""
+    """The finished trials below `root`. `single` means that the user named one trial."""
 
     root: Path
     trials: tuple[SourceTrial, ...]
@@ -59,7 +59,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class TrialFilter:
-    """Which trials of a source are wanted. `passing` False means every trial that did not pass."""
+    """A filter of trials. `passing=False` selects every trial that did not pass."""
 
     names: Sequence[str] = ()
     tasks: Sequence[str] = ()
@@ -71,36 +71,32 @@ class TrialFilter:
     limit: int | None = None
 
     def apply(self, trials: Iterable[SourceTrial]) -> list[SourceTrial]:
-        """The wanted trials, shuffled with the seed if there is one. `UsageError` for names that none has."""
+        """The matching trials, shuffled if there is a seed. `UsageError` for unknown names."""
         found = list(trials)
         if unknown := set(self.names) - {trial.name for trial in found}:
             raise UsageError(f"unknown trial {min(unknown)!r}", hint="pier job show JOB --trials", code="no_trial")
         if self.names:
             by_name = {trial.name: trial for trial in found}
             found = [by_name[name] for name in dict.fromkeys(self.names)]
-        found = [trial for trial in found if self._takes(trial)]
+        found = [trial for trial in found if self._matches(trial)]
         if self.seed is not None:
             random.Random(self.seed).shuffle(found)
         return found if self.limit is None else found[: self.limit]
 
-    def _takes(self, trial: SourceTrial) -> bool:
+    def _matches(self, trial: SourceTrial) -> bool:
         return (
             (not self.tasks or any(fnmatchcase(name, glob) for glob in self.tasks for name in _forms(trial.task)))
-            and (not self.agents or bool(_forms(trial.agent) & _lower(self.agents)))
-            and (not self.models or bool(_forms(trial.model or "") & _lower(self.models)))
+            and (not self.agents or any(name.lower() in _forms(trial.agent) for name in self.agents))
+            and (not self.models or any(name.lower() in _forms(trial.model or "") for name in self.models))
             and (self.only is None or trial.is_of(self.only))
             and (self.passing is None or trial.passed == self.passing)
         )
 
 
 def _forms(name: str) -> set[str]:
-    """A name as users may write it: whole, and without what stands before its first or last slash."""
+    """The accepted spellings of a name: in full, and without the prefix up to its first or last slash."""
     name = name.lower()
     return {name, name.partition("/")[2] or name, name.rpartition("/")[2]}
-
-
-def _lower(names: Iterable[str]) -> set[str]:
-    return {name.lower() for name in names}
 
 
 def open_source(path: Path) -> Source:
@@ -115,32 +111,29 @@ def open_source(path: Path) -> Source:
     around = (place / WORKSPACE_TRIALS for place in path.resolve().parents)
     if not found.is_job and found.directory == path and (trials := next(filter(Path.is_dir, around), None)):
         found = JobView.of_trials(trials)
-    return _source(found)
-
-
-def _source(view: JobView) -> Source:
-    root = view.directory.resolve()
-    if view.state == "empty":
+    root = found.directory.resolve()
+    if found.state == "empty":
         about = f"{root} is not a job, a trial or a workspace"
         raise JobError(about, code="not-a-job", hint="pier job list, or pier capture")
     with Tree(root) as tree:
-        real = {entry.path for entry in tree.listed() if entry.kind == "directory"}
-    rows = [row for row in view.trials if row.outcome is not None and row.name in real]
+        directories = {entry.path for entry in tree.listed() if entry.kind == "directory"}
+    rows = [row for row in found.trials if row.outcome is not None and row.name in directories]
     trials = (SourceTrial(row.name, root / row.name, row.task, row.agent, row.model, row.outcome) for row in rows)
     return Source(root, tuple(trials))
 
 
 def find_result(directory: Path) -> TrialResult | None:
-    """The result of a trial; None if it has none that can be read."""
+    """The result of a trial; None if it is missing or broken."""
     with contextlib.suppress(JobError):
         return read_result(directory)
     return None
 
 
 def task_directory(result: TrialResult, root: Path) -> Path | None:
-    """The directory of a trial's task on this machine, if it is still there and is a task of that name. Harbor keeps
-    paths as they were typed: they count from here, or from where `jobs` is. What a trial's files say is not trusted
-    further: nothing but a task is shown to a critic."""
+    """The directory of a trial's task on this machine; None if the path is not a task of that name.
+
+    Harbor stores paths as typed, relative to the working directory or the parent of `jobs`. The path in a trial's file
+    is not trusted: only a task outside of private directories is shown to a critic."""
     reference = result.config.get("task")
     path = reference.get("path") if isinstance(reference, dict) else None
     if not isinstance(path, str) or not path or "\0" in path:

@@ -1,1 +1,1 @@
-"""A web viewer of jobs and trials: pages rendered on the server, a static export of them, and the same as JSON."""
+"""Web viewer for jobs and trials: pages rendered on the server, as a static export, or as JSON."""

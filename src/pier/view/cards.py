@@ -1,6 +1,6 @@
-"""A step as plain data that a page, the export and `--json` show: who spoke, what was called, and what came of it.
+"""A step as plain data for a page, the export and `--json`: its text, tool calls and their results.
 
-Arguments of tool calls are sorted into blocks: a command, an edit, the content of a file, a patch, and the rest.
+Tool call arguments are grouped into blocks: a command, an edit, a file's content, a patch, and the remaining values.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def step_card(
     subs: Sequence[Mapping[str, Any]],
     times: Mapping[int, tuple[float, float]],
 ) -> dict[str, Any]:
-    """A step. `previous` is the timestamp of the step before; `subs` are the sub-agents of its trajectory, and `times`
-    the beginning and end of each recorded call."""
+    """A step. `previous` is the timestamp of the previous step, `subs` are the sub-agents of its trajectory, and
+    `times` the start and end of each recorded call."""
     metrics, extra = step.metrics, dict(step.extra or {})
     call = extra.get("call")
     began, ended = times.get(call, (0.0, 0.0)) if isinstance(call, int) else (0.0, 0.0)
@@ -77,19 +77,20 @@ def _call(
 
 
 def _result(place: int, result: ObservationResult, subs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    wanted = {ref.trajectory_id or ref.session_id for ref in result.subagent_trajectory_ref or ()}
+    refs = result.subagent_trajectory_ref or ()
+    ids = {ref.trajectory_id or ref.session_id for ref in refs}
     return {
         "text": text_of(result.content),
         "place": f"result.{place}",
         "pictures": pictures(result.content),
         "failed": bool((result.extra or {}).get("is_error")),
-        "subs": [sub for sub in subs if sub["id"] in wanted],
-        "elsewhere": [ref.trajectory_path for ref in result.subagent_trajectory_ref or () if ref.trajectory_path],
+        "subs": [sub for sub in subs if sub["id"] in ids],
+        "elsewhere": [ref.trajectory_path for ref in refs if ref.trajectory_path],
     }
 
 
 def sub_agents(trajectory: PagedTrajectory, sub: str) -> list[dict[str, Any]]:
-    """The sub-agents of a trajectory; `place` is where each is found again."""
+    """The sub-agents of a trajectory; `place` is the `sub` argument that opens one."""
     return [
         {
             "id": each.value("trajectory_id") or each.value("session_id"),
@@ -103,7 +104,7 @@ def sub_agents(trajectory: PagedTrajectory, sub: str) -> list[dict[str, Any]]:
 
 
 def blocks_of(arguments: Mapping[str, Any], raw: str | None = None) -> list[dict[str, Any]]:
-    """The arguments of a call as blocks: `kind` is command, edit, file, patch or values."""
+    """The arguments of a call as blocks whose `kind` is command, edit, file, patch or values."""
     rest = dict(arguments)
     if raw is not None and set(rest) == {"input"}:
         rest = {"input": raw}
@@ -114,8 +115,7 @@ def blocks_of(arguments: Mapping[str, Any], raw: str | None = None) -> list[dict
             found.append({"kind": "command", "text": text})
             del rest[key]
     edits = rest.get("edits")
-    several = isinstance(edits, list) and all(isinstance(each, dict) for each in edits)
-    for each in [rest, *(edits if several and isinstance(edits, list) else ())]:
+    for each in [rest, *(each for each in (edits if isinstance(edits, list) else ()) if isinstance(each, dict))]:
         for old, new in _EDITS:
             if isinstance(each.get(old), str) and isinstance(each.get(new), str):
                 found.append({"kind": "edit", "path": path, "old": each.pop(old), "new": each.pop(new)})
@@ -158,11 +158,12 @@ def edits_of(trajectory: PagedTrajectory, limit: int = 2_000) -> list[dict[str, 
 
 
 def _side_calls(trajectory: PagedTrajectory) -> list[dict[str, Any]]:
-    """The calls that no step stands for: titles, summaries, retries and calls of other programs."""
+    """Model calls that belong to no step: titles, summaries, retries and calls by other programs."""
     extra = trajectory.value("extra")
     rows = extra.get("side_calls") if isinstance(extra, dict) else None
-    kept = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    return [_side_call(row) for row in kept if isinstance(row.get("call"), int)]
+    if not isinstance(rows, list):
+        return []
+    return [_side_call(row) for row in rows if isinstance(row, dict) and isinstance(row.get("call"), int)]
 
 
 def _side_call(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,21 +175,16 @@ def _side_call(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mark_side_calls(trajectory: PagedTrajectory, cards: Sequence[dict[str, Any]], start: int) -> list[dict[str, Any]]:
-    """Give each card the side calls that were made between the step before and its own call; those after all cards are
-    the result. `start` is the index of the first card's step."""
+    """Add to each card the side calls made between the previous step's call and its own; return those after the last
+    card. `start` is the index of the first card's step."""
     found = _side_calls(trajectory)
-    last = _call_before(trajectory, start) if found else 0
+    earlier = ((trajectory.step(index).extra or {}).get("call") for index in range(start - 1, -1, -1))
+    last = next((call for call in earlier if isinstance(call, int)), 0) if found else 0
     for card in cards:
         if card["call"] is not None:
             card["side_calls"] = [each for each in found if last < each["call"] < card["call"]]
             last = card["call"]
     return [each for each in found if each["call"] > last]
-
-
-def _call_before(trajectory: PagedTrajectory, index: int) -> int:
-    """The number of the last call before a step."""
-    calls = ((trajectory.step(place).extra or {}).get("call") for place in range(index - 1, -1, -1))
-    return next((call for call in calls if isinstance(call, int)), 0)
 
 
 def loose_subs(subs: Sequence[dict[str, Any]], cards: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -203,11 +199,11 @@ _HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 
 
 def diff_files(text: str) -> list[dict[str, Any]]:
-    """The parts of a diff, one for each file: its path, the lines added and removed, and the text. Lines inside of a
-    hunk begin no part, whatever they look like."""
+    """The parts of a diff, one for each file: its path, the number of lines added and removed, and the text. A line
+    inside a hunk never starts a part, even if it looks like a header."""
     found: list[dict[str, Any]] = []
     old = new = 0
-    is_named = True  # False between the first line of git's part and its file names
+    is_named = True  # False between a "diff --git" line and its file names
     for line in text.removesuffix("\n").split("\n"):
         sign = line[:1]
         if old > 0 or new > 0:

@@ -1,15 +1,15 @@
-"""Grids of a job with one cell per task and agent, and charts as plain data for SVG: places in a drawing of fixed size,
-with round ticks. The numbers are those of `pier.figures`."""
+"""Grid cells of a job, one per task and agent, and chart data for SVG: coordinates in a drawing of fixed size, with
+round ticks. All numbers come from `pier.figures`."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from pier.figures import Interval, Totals, confidence, main_reward, spread
+from pier.figures import Totals, confidence, main_reward, spread
 from pier.job.view import TrialRow
 
 Standing = Literal["passed", "partial", "failed", "error", "running", "pending", "unfinished", "broken"]
@@ -19,7 +19,6 @@ FAILURES: tuple[Standing, ...] = ("failed", "partial", "error", "broken")
 
 
 def standing_of(row: TrialRow) -> Standing:
-    """How a trial stands, in one word."""
     if row.outcome is None:
         return row.state if row.state != "done" else "unfinished"
     value = main_reward(row.outcome.rewards)
@@ -30,52 +29,31 @@ def standing_of(row: TrialRow) -> Standing:
     return "passed" if value >= 1 else "partial" if value > 0 else "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class GridCell:
-    """The trials of one agent with one model on one task. `cost` and `seconds` are means over trials that ended."""
-
-    task: str
-    dataset: str
-    agent: str
-    model: str | None
-    n_trials: int
-    n_verdicts: int
-    n_passed: int
-    n_open: int
-    mean: float | None
-    interval: Interval | None
-    cost: float | None
-    seconds: float | None
-    errors: dict[str, int]
-
-
-def grid(rows: Iterable[TrialRow]) -> list[GridCell]:
-    """One cell for each task and agent, in the order of the trials."""
+def grid(rows: Iterable[TrialRow]) -> list[dict[str, Any]]:
+    """One cell for each task, dataset, agent and model, in the order of the trials."""
     groups: dict[tuple[str, str, str, str | None], list[TrialRow]] = defaultdict(list)
     for row in rows:
         groups[row.task, row.dataset, row.agent, row.model].append(row)
-    return [_cell(*key, each) for key, each in groups.items()]
+    return [dict(zip(("task", "dataset", "agent", "model"), key, strict=True)) | _cell(g) for key, g in groups.items()]
 
 
-def _cell(task: str, dataset: str, agent: str, model: str | None, rows: Sequence[TrialRow]) -> GridCell:
+def _cell(rows: Sequence[TrialRow]) -> dict[str, Any]:
+    """The numbers of one cell; `cost` and `seconds` are means over finished trials."""
     outcomes = [row.outcome for row in rows if row.outcome is not None]
     totals = Totals.of(outcomes)
     values = [value for each in outcomes if (value := main_reward(each.rewards)) is not None]
-    return GridCell(
-        task=task,
-        dataset=dataset,
-        agent=agent,
-        model=model,
-        n_trials=len(rows),
-        n_verdicts=totals.verdicts,
-        n_passed=sum(value >= 1 for value in values),
-        n_open=len(rows) - len(outcomes),
-        mean=totals.mean.value,
-        interval=confidence([values]),
-        cost=totals.cost_per_trial,
-        seconds=totals.seconds_per_trial,
-        errors=dict(totals.errors),
-    )
+    interval = confidence([values])
+    return {
+        "n_trials": len(rows),
+        "n_verdicts": totals.verdicts,
+        "n_passed": sum(value >= 1 for value in values),
+        "n_open": len(rows) - len(outcomes),
+        "mean": totals.mean.value,
+        "interval": asdict(interval) if interval else None,
+        "cost": totals.cost_per_trial,
+        "seconds": totals.seconds_per_trial,
+        "errors": dict(totals.errors),
+    }
 
 
 WIDTH, HEIGHT = 460, 240
@@ -84,7 +62,7 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 16, 14, 40
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Maps values to places between `start` and `stop`."""
+    """Maps values from `low` to `high` to coordinates from `start` to `stop`."""
 
     low: float
     high: float
@@ -124,7 +102,7 @@ def _frame(x: Scale, y: Scale, x_label: str, y_label: str) -> dict[str, Any]:
 
 
 def cost_against_score(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """One point for each agent and model: what a trial cost on average, and its mean reward with the interval."""
+    """Scatter plot with one point per agent and model: mean cost of a trial, and mean reward with its interval."""
     points: list[dict[str, Any]] = []
     for number, group in enumerate(groups):
         cost = group["cost"]["per_trial"]
@@ -145,20 +123,21 @@ def cost_against_score(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | 
 
 
 def bars(values: Sequence[float], label: str) -> dict[str, Any] | None:
-    """How values are spread, as bars; None without values."""
+    """Histogram of values; None without values."""
     found = spread(values)
     if found is None:
         return None
-    span = found.high - found.low
-    edge = span / 2 if not span else 0.0
-    low, high = (found.low, found.high) if span else (found.low - (abs(found.low) or 1), found.high + (found.high or 1))
+    low, high, first, width = found.low, found.high, found.low, found.width
+    if low == high:  # one bar in the middle
+        low, high = low - (abs(low) or 1), high + (abs(high) or 1)
+        width = (high - low) / 8
+        first -= width / 2
     x = Scale(low, high, LEFT, WIDTH - RIGHT)
     y = Scale(0.0, float(max(found.counts)), HEIGHT - BOTTOM, TOP)
-    width = found.width if span else (high - low) / 8
     rects: list[dict[str, Any]] = []
     for number, count in enumerate(found.counts):
-        start = found.low + number * width if span else found.low - width / 2
-        left, right = x(start + edge), x(start + width + edge)
+        start = first + number * width
+        left, right = x(start), x(start + width)
         rects.append({"x": left, "y": y(count), "width": max(right - left - 1, 1), "height": y(0) - y(count)})
         rects[-1] |= {"count": count, "low": start, "high": start + width}
     return {**_frame(x, y, label, "trials"), "bars": rects, "median": found.median, "p90": found.p90}

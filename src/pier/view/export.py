@@ -1,8 +1,8 @@
 """Writes pages as files that open without a server: a directory, or one file for a trial or a small job.
 
-The pages are those of the server, from the same templates, and every step is on them. Before a page is rendered,
-secrets are removed from its data: values of this machine's variables whose names look secret, well-known forms of keys,
-and what stands after `Bearer` or in an address. A report says what was removed and where.
+Pages use the server's templates and show every step. Before a page is rendered, secrets are removed from its data:
+values of this machine's variables with secret-looking names, strings in well-known key formats, `Bearer` tokens, and
+credentials in URLs. A report lists every redaction.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from pier.view.render import STATIC, Links, render
 from pier.workspace.traces import Scrubbing
 
 LIMIT = 60_000
-"""How many characters of one text an export has."""
+"""Characters of one text in an export."""
 SMALL = 40
-"""How many trials one file may hold."""
+"""Maximum number of trials in one file."""
 _CAST_LIMIT = 8 << 20
 _SCRIPTS = ("page.js", "steps.js", "notes.js", "live.js", "keys.js", "view.js")
 _VIEWS = ("grid", "trials", "charts", "reviews", "config", "log")
@@ -41,13 +41,13 @@ _SAFE = re.compile(r"[A-Za-z0-9._+=@-]{1,120}")
 
 @dataclass(slots=True)
 class Cleaner:
-    """Removes secrets from the data of pages, and counts what it removed: by kind, and by page and kind."""
+    """Removes secrets from page data, and counts the redactions by page and kind."""
 
     environ: Mapping[str, str]
     home: str = ""
     removed: Counter[tuple[str, str]] = field(default_factory=Counter)
     before: int = 0
-    """How many places were redacted already when the trial was recorded."""
+    """Number of places that were redacted when the trials were recorded."""
     _scrub: Scrubbing = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,14 +91,14 @@ class Cleaner:
 
 
 def slug(name: str) -> str:
-    """The name of a directory or file for a name from a job."""
+    """A safe file name for a name from a job."""
     if _SAFE.fullmatch(name) and name not in (".", ".."):
         return name
     return hashlib.sha256(name.encode(errors="replace")).hexdigest()[:16]
 
 
 class FileLinks(Links):
-    """Addresses of files, relative to the page that is being written."""
+    """File addresses relative to the page that is being written, `here`. `only` is the page of the only trial."""
 
     is_static = True
 
@@ -134,7 +134,7 @@ def trial_file(job: str, trial: str, tab: str) -> str:
 
 
 class OneFileLinks(FileLinks):
-    """The same in one file: each page has its place after the `#`."""
+    """Addresses in a one-file export: the page's path follows `#`."""
 
     def _to(self, target: str) -> str:
         return f"#/{quote(target)}"
@@ -145,7 +145,7 @@ class OneFileLinks(FileLinks):
 
 @dataclass(slots=True)
 class Export:
-    """Writes what one library has."""
+    """Writes the pages of one library."""
 
     library: Library
     cleaner: Cleaner
@@ -165,13 +165,12 @@ class Export:
         finally:
             index.close()
 
-    def _wanted(self) -> Iterator[tuple[str, Page]]:
-        """Every page that is written, with its file."""
+    def _all_pages(self) -> Iterator[tuple[str, Page]]:
+        """Every page with its file."""
         only = self.library.trial_name if self.library.kind in ("trial", "trajectory") else None
-        names = [row["name"] for row in self._pages.index.jobs()]
         if only is None:
             yield "index.html", self._pages.jobs({})
-        for job in names:
+        for job in [row["name"] for row in self._pages.index.jobs()]:
             rows, _ = self._pages.index.trials(self._pages.index.job(job)["id"], TrialListFilter(), 0, 1_000_000)
             if only is None:
                 for view in _VIEWS:
@@ -204,7 +203,7 @@ class Export:
             yield trial_file(job, name, tab), page
 
     def _embed_casts(self, job: str, name: str, casts: list[dict[str, Any]]) -> None:
-        """Put the recordings themselves into the page: a page on disk may not read another file."""
+        """Put the terminal recordings into the page: a page on disk may not read another file."""
         with Tree(self.library.trial(job, name, known=True).directory.resolve()) as tree:
             for cast in casts:
                 if (text := tree.read_text(cast["path"], _CAST_LIMIT)) is not None:
@@ -212,7 +211,7 @@ class Export:
                     cast["data"] = f"data:text/plain;base64,{encoded}"
 
     def _rendered(self, links: FileLinks, **more: Any) -> Iterator[tuple[str, Page, str]]:
-        for path, page in self._wanted():
+        for path, page in self._all_pages():
             yield self._render(path, page, links, **more)
         report = Page("redactions.html", "Redactions", {"report": self.cleaner.report()})
         yield self._render("redactions.html", report, links, **more)
@@ -262,7 +261,7 @@ class Export:
 
     @property
     def _only(self) -> str | None:
-        """The page of the only trial that is written."""
+        """The page of the trial, if the export holds one trial only."""
         return self._start() if self.library.kind in ("trial", "trajectory") else None
 
     def _start(self) -> str:
@@ -274,12 +273,9 @@ class Export:
 
 def bundle() -> str:
     """All modules as one script: browsers load no modules from disk."""
-    parts: list[str] = []
-    for name in _SCRIPTS:
-        lines = (STATIC / name).read_text().splitlines()
-        kept = [line.removeprefix("export ") for line in lines if not line.startswith("import ")]
-        parts.append("\n".join(kept))
-    return '"use strict";\n(() => {\n' + "\n".join(parts) + "\n})();\n"
+    lines = [line for name in _SCRIPTS for line in (STATIC / name).read_text().splitlines()]
+    kept = [line.removeprefix("export ") for line in lines if not line.startswith("import ")]
+    return '"use strict";\n(() => {\n' + "\n".join(kept) + "\n})();\n"
 
 
 def one_file(templates: list[str], dialog: str, start: str, cleaner: Cleaner, casts: bool) -> str:

@@ -1,15 +1,18 @@
-"""Reads the files of a trial for its page: texts by their end, JSON, test reports, and lines around one.
+"""Reads the files of a trial for its page: the tail of a text, JSON lines, test reports, and the lines around one.
 
-Files are opened through `Tree`, so a link that an agent left leads nowhere. A file that is missing is None.
+Files are opened through `Tree`, which follows no link. A missing file is None.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from typing import IO, Any
 
+from pier.job.view import step_places
 from pier.tree import Entry, Tree, TreeError
 
 PICTURES = {
@@ -22,31 +25,34 @@ PICTURES = {
 LOG_BYTES = 200_000
 LISTED = 2_000
 JSON_LIMIT, REPORT_LIMIT, _LINES_LIMIT = 64 << 20, 8 << 20, 2_000_000
-"""`REPORT_LIMIT` is for JSON that tests or an agent wrote, which may take thirty times as much memory."""
+"""`REPORT_LIMIT` bounds JSON written by tests or an agent: parsed, it may take thirty times its size in memory."""
 _LINES_BEFORE, _LINES_SHOWN, _LONGEST_LINE = 200, 1_000, 20_000
 
 
+def file_stamp(path: Path) -> str:
+    """A stamp that changes when a file does; empty if the file is missing."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return ""
+    return f"{status.st_ino}.{status.st_size}.{status.st_mtime_ns}"
+
+
 def file_row(entry: Entry) -> dict[str, Any]:
-    """A file in a list."""
     return {"path": entry.path, "size": entry.size}
 
 
-def files_below(tree: Tree, places: list[tuple[str, str]], name: str) -> Iterator[Entry]:
-    """The files below the directory of a name in each place, at most `LISTED` per place."""
-    for _, prefix in places:
-        if (found := tree.find(f"{prefix}{name}")) is None or found.kind != "directory":
-            continue
-        count = 0
-        for entry in tree.entries(f"{prefix}{name}", limit=1_000_000):
-            if entry.kind == "file":
-                yield entry
-                count += 1
-            if count >= LISTED:
-                break
+def files_below(tree: Tree, name: str) -> Iterator[Entry]:
+    """The files below the directory `name` of a trial and of each of its steps, at most `LISTED` for each."""
+    for place in step_places(tree):
+        if (found := tree.find(f"{place}{name}")) is not None and found.kind == "directory":
+            entries = tree.entries(found.path, limit=1_000_000)
+            yield from islice((entry for entry in entries if entry.kind == "file"), LISTED)
 
 
 def read_text(tree: Tree, path: str, *, tail: bool = True, limit: int = LOG_BYTES) -> dict[str, Any] | None:
-    """A text file, or the last (else the first) part of a large one; None if it is missing or not a regular file."""
+    """A text file, or the last part (with `tail=False` the first) of a large one; None if it is missing or not a
+    regular file."""
     try:
         with tree.open(path) as stream:
             size = stream.seek(0, 2)
@@ -59,21 +65,17 @@ def read_text(tree: Tree, path: str, *, tail: bool = True, limit: int = LOG_BYTE
 
 
 def json_lines(tree: Tree, path: str) -> list[dict[str, Any]]:
-    """The objects in the first lines of a file of JSON lines; lines that are broken are skipped."""
+    """The objects in the first lines of a JSON Lines file; broken lines are skipped."""
     text = (read_text(tree, path, tail=False, limit=_LINES_LIMIT) or {}).get("text", "")
-    rows = (_parsed(line) for line in text.splitlines()[:LISTED])
+    rows: list[Any] = []
+    for line in text.splitlines()[:LISTED]:
+        with suppress(ValueError, RecursionError):
+            rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict)]
 
 
-def _parsed(text: str | bytes) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
 def read_tests(tree: Tree, folder: str) -> list[dict[str, Any]]:
-    """The tests of a CTRF report (common test report format)."""
+    """The tests of a CTRF report (Common Test Report Format)."""
     results = (tree.read_object(f"{folder}/ctrf.json", REPORT_LIMIT) or {}).get("results")
     tests = results.get("tests") if isinstance(results, dict) else None
     keys = ("name", "status", "duration", "message", "trace")
@@ -82,7 +84,7 @@ def read_tests(tree: Tree, folder: str) -> list[dict[str, Any]]:
 
 
 def read_lines(tree: Tree, path: str, line: int) -> dict[str, Any]:
-    """Lines of a file around one of them; OSError or `TreeError` if there is no such file."""
+    """Lines of a file around `line`; OSError or `TreeError` if the file is missing."""
     first = max(1, line - _LINES_BEFORE)
     with tree.open(path) as stream:
         size = stream.seek(0, 2)
@@ -93,7 +95,7 @@ def read_lines(tree: Tree, path: str, line: int) -> dict[str, Any]:
 
 
 def _lines_of(stream: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file, each without what is longer than a screen."""
+    """The lines of a file, each truncated to `_LONGEST_LINE`."""
     while line := stream.readline(_LONGEST_LINE):
         rest = line
         while rest and not rest.endswith(b"\n"):

@@ -1,8 +1,8 @@
 """A SQLite index of jobs and trials, so that a list of a hundred thousand trials opens at once.
 
-Job directories stay the truth: the file can be deleted at any time and is made again. A job is read again when its
-files have changed, and then only rows that differ are written. Numbers are those of `pier.figures`, kept as they were
-computed. Transcripts are added to the full-text index when a search asks for them.
+Job directories are the source of truth: the index can be deleted at any time and is rebuilt. A job is read again when
+its files change, and only rows that differ are written. Numbers come from `pier.figures`. Transcripts are added to the
+full-text index by the first search that needs them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 from pier.figures import Totals, confidence, describe, main_reward
 from pier.home import pier_home
 from pier.job.view import JobView, ResultGroup, TrialRow, rewards_by_task
-from pier.view.charts import FAILURES, GridCell, grid, standing_of
+from pier.view.charts import FAILURES, grid, standing_of
 from pier.view.library import Library, NotFoundError
 
 _VERSION = 2
@@ -44,26 +44,17 @@ _TRIAL = (
     "tokens_cached, tokens_out, seconds, blame, fault, message"
 )
 _CELL = "job, place, task, dataset, agent, model, mean, cost, seconds, errors, data"
-_SORTS = {
-    "name": "name",
-    "task": "task",
-    "agent": "agent",
-    "model": "model",
-    "attempt": "attempt",
-    "reward": "reward",
-    "cost": "cost",
-    "time": "seconds",
-    "tokens": "tokens_in + coalesce(tokens_out, 0)",
-    "status": "standing",
-}
+_TRIAL_SORTS = {name: name for name in ("name", "task", "agent", "model", "attempt", "reward", "cost")}
+_TRIAL_SORTS |= {"time": "seconds", "tokens": "tokens_in + coalesce(tokens_out, 0)", "status": "standing"}
 _JOB_SORTS = {"name": "name", "state": "state", "created": "created", "trials": "n", "mean": "mean", "cost": "cost"}
+_CELL_SORTS = {"mean": "avg(mean)", "cost": "sum(cost)", "time": "avg(seconds)", "errors": "sum(errors)"}
 
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class TrialListFilter:
-    """Which trials of a job are listed, and in which order; a `-` before the name of the order turns it round."""
+    """Filter and sort order of a trial list; a leading `-` in `sort` reverses the order."""
 
     query: str = ""
     standing: str = ""
@@ -85,16 +76,10 @@ class TrialListFilter:
             clauses.append("standing = ?")
             values.append(self.standing)
         for column in ("blame", "task", "agent", "model"):
-            if wanted := getattr(self, column):
+            if value := getattr(self, column):
                 clauses.append(f"coalesce({column}, '-') = ?")
-                values.append(wanted)
+                values.append(value)
         return " AND ".join(clauses), values
-
-    def order(self) -> str:
-        column = _SORTS.get(self.sort.lstrip("-"))
-        if column is None:
-            return "place"
-        return f"{column} IS NULL, {column} {'DESC' if self.sort[0] == '-' else 'ASC'}, place"
 
 
 def _like(text: str) -> str:
@@ -102,23 +87,29 @@ def _like(text: str) -> str:
     return f"%{escaped}%"
 
 
+def _order_by(columns: Mapping[str, str], sort: str, tie: str) -> str:
+    """The ORDER BY terms for a `sort` parameter, rows without a value last; `tie` alone if it names no column."""
+    column = columns.get(sort.lstrip("-"))
+    return f"{column} IS NULL, {column} {'DESC' if sort[0] == '-' else 'ASC'}, {tie}" if column else tie
+
+
 @dataclass(slots=True)
 class Index:
-    """The index of one library. Safe to use from several threads; one of them refreshes at a time."""
+    """The index of one library. Thread-safe; one thread refreshes at a time."""
 
     library: Library
     path: Path
     version: int = 0
-    """Counts up when anything has changed."""
+    """Incremented by each refresh that found a change."""
     _refreshing: threading.Lock = field(default_factory=threading.Lock)
     _keeper: sqlite3.Connection | None = None
-    """Open as long as the index is, so that SQLite keeps its write-ahead log between transactions."""
+    """An idle connection, held so that SQLite keeps its write-ahead log between transactions."""
     _place: tempfile.TemporaryDirectory[str] | None = None
     _closed: bool = False
 
     @classmethod
     def open(cls, library: Library) -> Index:
-        """The index below pier's home, or in a temporary directory if that cannot be written."""
+        """Open the index in pier's home, or in a temporary directory if the home is read-only."""
         name = hashlib.sha256(f"{library.root}\0{library.names}\0{library.trial_name}".encode()).hexdigest()[:16]
         try:
             directory = pier_home() / "view"
@@ -132,7 +123,7 @@ class Index:
         return index
 
     def close(self) -> None:
-        """Close the index; a refresh in another thread ends with its present job."""
+        """Close the index; a refresh in another thread stops after its current job."""
         self._closed = True
         with self._refreshing:
             if self._keeper is not None:
@@ -163,8 +154,8 @@ class Index:
             yield db
 
     def refresh(self, progress: Progress = lambda _: None) -> bool:
-        """Read what has changed since the last time; whether anything had. `progress` gets the number of trials read
-        so far."""
+        """Read all jobs that changed since the last refresh, and return whether any did. `progress` is called with the
+        number of trials read so far."""
         with self._refreshing:
             return self._refresh(progress)
 
@@ -217,7 +208,8 @@ class Index:
                 (*values, sum(data["errors"].values()), json.dumps(data), job),
             )
             _replace(db, "trials", _TRIAL, job, [_trial_values(job, place, row) for place, row in enumerate(rows)])
-            _replace(db, "cells", _CELL, job, [_cell_values(job, place, c) for place, c in enumerate(grid(rows))])
+            cells = [(job, place, *_cell_values(cell)) for place, cell in enumerate(grid(rows))]
+            _replace(db, "cells", _CELL, job, cells)
         return len(rows)
 
     def _rows(self, view: JobView) -> Iterable[TrialRow]:
@@ -229,15 +221,10 @@ class Index:
         return view.trials
 
     def jobs(self, query: str = "", sort: str = "") -> list[dict[str, Any]]:
-        """All jobs, newest first unless another order is asked for."""
-        column = _JOB_SORTS.get(sort.lstrip("-"), "created")
-        down = sort[:1] == "-" or not sort
+        """All jobs whose names contain `query`, newest first by default."""
+        order = _order_by(_JOB_SORTS, sort or "-created", "name")
         with self.connect() as db:
-            rows = db.execute(
-                f"SELECT data FROM jobs WHERE name LIKE ? ESCAPE '\\' "
-                f"ORDER BY {column} IS NULL, {column} {'DESC' if down else 'ASC'}, name",
-                (_like(query),),
-            )
+            rows = db.execute(f"SELECT data FROM jobs WHERE name LIKE ? ESCAPE '\\' ORDER BY {order}", (_like(query),))
             return [json.loads(row["data"]) for row in rows]
 
     def job(self, name: str) -> dict[str, Any]:
@@ -248,13 +235,14 @@ class Index:
             raise NotFoundError(f"{self.library.root} has no job {name}")
         return {**json.loads(row["data"]), "id": row["id"], "version": row["version"]}
 
-    def trials(self, job: int, wanted: TrialListFilter, start: int, count: int) -> tuple[list[dict[str, Any]], int]:
-        """Some trials of a job, and how many there are in all."""
-        where, values = wanted.where()
+    def trials(self, job: int, chosen: TrialListFilter, start: int, count: int) -> tuple[list[dict[str, Any]], int]:
+        """A page of the trials of a job that match a filter, and their total number."""
+        where, values = chosen.where()
+        order = _order_by(_TRIAL_SORTS, chosen.sort, "place")
         with self.connect() as db:
             (total,) = db.execute(f"SELECT count(*) FROM trials WHERE {where}", (job, *values)).fetchone()
             rows = db.execute(
-                f"SELECT {_TRIAL} FROM trials WHERE {where} ORDER BY {wanted.order()} LIMIT ? OFFSET ?",
+                f"SELECT {_TRIAL} FROM trials WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?",
                 (job, *values, count, start),
             )
             return [_trial_data(row) for row in rows], total
@@ -265,7 +253,7 @@ class Index:
         return _trial_data(row) if row else None
 
     def neighbours(self, job: int, place: int) -> dict[str, str | None]:
-        """The names of the trials before and after one: `previous`, `next`, `previous_failed`, `next_failed`."""
+        """The trials around a place, by `previous`, `next`, `previous_failed` and `next_failed`."""
         failed = f"AND standing IN ({', '.join(repr(each) for each in FAILURES)})"
         found: dict[str, str | None] = {}
         with self.connect() as db:
@@ -282,17 +270,14 @@ class Index:
     def cells(
         self, job: int, query: str, sort: str, start: int, count: int
     ) -> tuple[list[tuple[str, str, list[dict[str, Any]]]], int]:
-        """The rows of a grid: a task, its dataset, and a cell for each agent that has one; and how many rows."""
-        column = {"mean": "avg(mean)", "cost": "sum(cost)", "time": "avg(seconds)", "errors": "sum(errors)"}.get(
-            sort.lstrip("-")
-        )
-        order = f"{column} IS NULL, {column} {'DESC' if sort[:1] == '-' else 'ASC'}, " if column else ""
+        """A page of grid rows (a task, its dataset, and a cell for each agent that ran it), and their total number."""
+        order = _order_by(_CELL_SORTS, sort, "task")
         with self.connect() as db:
             values = (job, _like(query))
             groups = "FROM cells WHERE job = ? AND task LIKE ? ESCAPE '\\' GROUP BY task, dataset"
             (total,) = db.execute(f"SELECT count(*) FROM (SELECT 1 {groups})", values).fetchone()
             tasks = db.execute(
-                f"SELECT task, dataset {groups} ORDER BY {order}task LIMIT ? OFFSET ?", (*values, count, start)
+                f"SELECT task, dataset {groups} ORDER BY {order} LIMIT ? OFFSET ?", (*values, count, start)
             ).fetchall()
             found: dict[tuple[str, str], list[dict[str, Any]]] = {(row["task"], row["dataset"]): [] for row in tasks}
             names = [*{task for task, _ in found}]
@@ -304,29 +289,28 @@ class Index:
         return [(task, dataset, cells) for (task, dataset), cells in found.items()], total
 
     def columns(self, job: int, names: Sequence[str]) -> list[tuple[Any, ...]]:
-        """Some columns of all trials of a job that ended, for charts."""
+        """The values of some columns for all trials of a job, for charts."""
         with self.connect() as db:
             rows = db.execute(f"SELECT {', '.join(names)} FROM trials WHERE job = ?", (job,))
             return [tuple(row) for row in rows]
 
     def trial_map(self, path: Path, stamp: str) -> tuple[str | None, str | None]:
-        """The kept map and outline of a trajectory file."""
+        """The cached map and outline of a trajectory file."""
         with self.connect() as db:
             found = db.execute("SELECT map, outline FROM maps WHERE path = ? AND stamp = ?", (str(path), stamp))
-            kept, outline = found.fetchone() or (None, None)
-        return kept, outline
+            return found.fetchone() or (None, None)
 
     def keep_map(self, path: Path, stamp: str, found: str, outline: str | None) -> None:
         with self.connect() as db:
             db.execute("INSERT OR REPLACE INTO maps VALUES (?, ?, ?, ?)", (str(path), stamp, found, outline))
 
     def texts_stamps(self, job: str) -> dict[str, str]:
-        """The trials of a job that the full-text index has, with what changes when their trajectories do."""
+        """The trials of a job in the full-text index, with the stamps of their trajectories."""
         with self.connect() as db:
             return dict(tuple(row) for row in db.execute("SELECT trial, stamp FROM read_texts WHERE job = ?", (job,)))
 
     def keep_texts(self, job: str, trial: str, stamp: str, texts: Iterable[tuple[int, str]]) -> None:
-        """Replace what the full-text index has of a trial."""
+        """Replace the texts of a trial in the full-text index."""
         with self.connect() as db:
             if db.execute("SELECT 1 FROM read_texts WHERE job = ? AND trial = ?", (job, trial)).fetchone():
                 db.execute("DELETE FROM texts WHERE job = ? AND trial = ?", (job, trial))
@@ -334,7 +318,7 @@ class Index:
             db.executemany("INSERT INTO texts VALUES (?, ?, ?, ?)", ((text, job, trial, step) for step, text in texts))
 
     def search(self, query: str, job: str | None, count: int = 200) -> list[dict[str, Any]]:
-        """Where all words of a query occur in transcripts, best first: job, trial, step, and the text around it."""
+        """The steps that contain all words of a query, best match first: job, trial, step, and an excerpt."""
         words = " ".join('"' + word.replace('"', '""') + '"' for word in query.split())
         if not words:
             return []
@@ -350,7 +334,7 @@ class Index:
 
 
 def _replace(db: sqlite3.Connection, table: str, columns: str, job: int, rows: list[tuple[Any, ...]]) -> None:
-    """Make the rows of a job in a table equal to `rows`, writing only those that differ."""
+    """Replace the rows of a job in a table, writing only those that differ."""
     known = {row["place"]: tuple(row) for row in db.execute(f"SELECT {columns} FROM {table} WHERE job = ?", (job,))}
     marks = ", ".join("?" * len(columns.split(", ")))
     differing = [row for row in rows if known.get(row[1]) != row]
@@ -371,9 +355,9 @@ def _trial_values(job: int, place: int, row: TrialRow) -> tuple[Any, ...]:
     return (job, place, *about, *verdict, *used, *((fault.blame, fault.type) if fault else (None, None)), message)
 
 
-def _cell_values(job: int, place: int, cell: GridCell) -> tuple[Any, ...]:
-    about = (job, place, cell.task, cell.dataset, cell.agent, cell.model)
-    return (*about, cell.mean, cell.cost, cell.seconds, sum(cell.errors.values()), json.dumps(asdict(cell)))
+def _cell_values(cell: Mapping[str, Any]) -> tuple[Any, ...]:
+    columns = (cell[key] for key in ("task", "dataset", "agent", "model", "mean", "cost", "seconds"))
+    return (*columns, sum(cell["errors"].values()), json.dumps(cell))
 
 
 def _trial_data(row: sqlite3.Row) -> dict[str, Any]:
@@ -383,7 +367,7 @@ def _trial_data(row: sqlite3.Row) -> dict[str, Any]:
 
 
 def job_data(name: str, view: JobView, rows: Sequence[TrialRow]) -> dict[str, Any]:
-    """A job in numbers, as its page and the list of jobs show it."""
+    """The numbers of a job, for its page and the list of jobs."""
     totals = view.totals if len(rows) == len(view.trials) else Totals.of(row.outcome for row in rows)
     interval = confidence([values for values in rewards_by_task(rows).values() if values])
     return {
@@ -402,7 +386,7 @@ def job_data(name: str, view: JobView, rows: Sequence[TrialRow]) -> dict[str, An
         "n_tasks": len({row.task for row in rows}),
         "mean": totals.mean.value,
         "interval": asdict(interval) if interval else None,
-        **_used(totals),
+        **_usage(totals),
         "trial_seconds": totals.seconds,
         "groups": [_group_data(group) for group in view.groups],
     }
@@ -419,13 +403,13 @@ def _group_data(group: ResultGroup) -> dict[str, Any]:
         **describe(group.summary),
         "main_mean": mean,
         "main_interval": asdict(interval) if interval else None,
-        **_used(group.totals),
+        **_usage(group.totals),
         "seconds": group.totals.seconds_per_trial,
     }
 
 
-def _used(totals: Totals) -> dict[str, Any]:
-    """The cost of trials, their tokens, and their errors by blame."""
+def _usage(totals: Totals) -> dict[str, Any]:
+    """Cost, tokens, and errors by blame."""
     cost = {"known": totals.cost.known, "unknown": totals.cost.unknown, "text": str(totals.cost)}
     cost["per_trial"] = totals.cost_per_trial
     return {"cost": cost, "tokens": asdict(totals.tokens), "errors": dict(totals.errors)}

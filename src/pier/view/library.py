@@ -1,7 +1,7 @@
 """The content of `pier view PATH`: a directory of jobs, one job, one trial, a workspace, or a single trajectory file.
 
-All of them are read as jobs with trials, so every page works for each. Names come from URLs: a name that is not an
-entry of the directory finds nothing, and no link is followed.
+All of them are read as jobs with trials, so every page works for each. Names come from URLs: they must be entries of
+the directory, and no link is followed.
 """
 
 from __future__ import annotations
@@ -16,34 +16,36 @@ from pier.files import is_plain_name
 from pier.job.ledger import JOURNAL, current_owner
 from pier.job.view import CONFIG, LOCK, RESULT, JobView, TrialView, open_place
 from pier.tree import Tree, TreeError, open_regular
+from pier.view.files import file_stamp
 
 Kind = Literal["jobs", "job", "trial", "trajectory"]
 
 
 class NotFoundError(UsageError):
-    """A page was asked for that does not exist."""
+    """The requested page does not exist."""
 
     code = "not_found_page"
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """Where jobs are read from. `only` is the one trial that is shown, if the path was a trial outside of a job;
-    `file` is the trajectory, if the path was one."""
+    """The jobs that the viewer shows."""
 
     root: Path
     kind: Kind
     names: tuple[str, ...] = ()
-    """The jobs that are shown; empty for all in `root`."""
+    """The jobs in `root` to show; empty for all."""
     loose: bool = False
-    """Whether the jobs are directories of trials that are not jobs."""
+    """Whether the jobs are plain directories of trials."""
     trial_name: str | None = None
     only: bool = False
+    """Whether `trial_name` is the only trial to show, since it belongs to no job."""
     file: Path | None = None
+    """The trajectory file, if the path was one."""
 
     @classmethod
     def open(cls, path: Path) -> Library:
-        """The library at a path; `UsageError` if there is nothing that can be shown."""
+        """The library at a path; `UsageError` if it holds nothing to show."""
         path = path.absolute()
         if path.is_file():
             _check_trajectory(path)
@@ -61,21 +63,21 @@ class Library:
 
     @property
     def start(self) -> str:
-        """The path of the page that shows what was asked for."""
+        """The path of the first page."""
         if self.kind == "jobs":
             return "/"
         tail = f"/{self.trial_name}" if self.trial_name else ""
         return f"/jobs/{self.names[0]}{tail}"
 
     def job_names(self) -> list[str]:
-        """The names of all directories that may be jobs."""
+        """The names of all candidate job directories."""
         if self.names:
             return list(self.names)
         with os.scandir(self.root) as entries:
             return sorted(entry.name for entry in entries if entry.name[0] != "." and entry.is_dir())
 
     def job(self, name: str) -> JobView:
-        """A job; `NotFoundError` if there is none of this name."""
+        """A job; `NotFoundError` if the name is unknown."""
         if not is_plain_name(name) or (self.names and name not in self.names):
             raise NotFoundError(f"{self.root} has no job {name}")
         try:
@@ -84,8 +86,7 @@ class Library:
             raise NotFoundError(str(error)) from error
 
     def trial(self, job: str, name: str, *, known: bool = False) -> TrialView:
-        """A trial; `NotFoundError` if there is none of this name. One that is `known` to be in the job is opened
-        without reading the job."""
+        """A trial; `NotFoundError` if the name is unknown. With `known` the trial is opened without reading its job."""
         if self.file is not None:
             if (job, name) != (self.names[0], self.trial_name):
                 raise NotFoundError(f"{self.root} has no trial {name}")
@@ -106,24 +107,17 @@ class Library:
         return found is not None and found.kind == "directory"
 
     def stamp(self, name: str, *, deep: bool) -> str:
-        """A stamp that changes when a job does. Trials of other programs are looked at one by one only if `deep`."""
+        """A stamp that changes when a job does. Jobs of other programs have no journal; with `deep` their stamps cover
+        the result of every trial."""
         directory = self.root / name
-        parts = [_stamp(directory / file) for file in (JOURNAL, RESULT, LOCK, CONFIG)]
+        parts = [file_stamp(directory / file) for file in (JOURNAL, RESULT, LOCK, CONFIG)]
         owner = current_owner(directory) if parts[0] else None
         parts.append(str(owner or ""))
         if deep and not parts[0]:
             with os.scandir(directory) as entries:
                 names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-            parts += [f"{each}={_stamp(directory / each / RESULT)}" for each in names]
+            parts += [f"{each}={file_stamp(directory / each / RESULT)}" for each in names]
         return "|".join(parts)
-
-
-def _stamp(path: Path) -> str:
-    try:
-        status = path.lstat()
-    except OSError:
-        return ""
-    return f"{status.st_ino}.{status.st_size}.{status.st_mtime_ns}"
 
 
 def _is_job(path: Path) -> bool:

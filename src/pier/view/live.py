@@ -1,7 +1,7 @@
-"""Keeps the index current while pages are open, and notifies open pages of what has changed.
+"""Keeps the index current while pages are open, and notifies open pages of changes.
 
-One task refreshes the index about once a second as long as pages were asked for lately. Each open page has a stream of
-server-sent events, one whenever what it shows has changed.
+One task refreshes the index about once a second while pages are being requested. Each open page has a stream of
+server-sent events: one for each change of its content.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from pier.view.index import Index
 from pier.view.pages import Pages
 
 _PAUSE, _SHARE = 1.0, 3
-"""Seconds between two refreshes: at least one, and three times what a refresh takes."""
+"""The pause between two refreshes: at least one second, and three times the duration of the last refresh."""
 _IDLE = 30.0
-"""Seconds after the last request in which the index is still refreshed."""
+"""Seconds after the last request until refreshing pauses."""
 _FIRST = 1.0
 """Seconds that the first page waits for the index."""
 _BEAT = 15.0
+"""Seconds between keep-alive comments."""
 
 
 @dataclass(slots=True)
 class IndexWatcher:
-    """Refreshes the index. `indexing` is how many trials the first reading has found so far, 0 afterwards."""
+    """Refreshes the index. `indexing` is the number of trials read so far by the first refresh, 0 afterwards."""
 
     index: Index
     indexing: int = 0
@@ -39,7 +40,7 @@ class IndexWatcher:
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def ready(self) -> None:
-        """Note that a page was asked for, which waits a little for the first reading of the index."""
+        """Register a page request, and wait up to `_FIRST` seconds for the first refresh."""
         self._note()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FIRST):
@@ -84,7 +85,7 @@ class IndexWatcher:
 
 
 async def follow(watcher: IndexWatcher, pages: Pages, job: str | None, trial: str | None) -> AsyncIterator[str]:
-    """The events of one page: of the list of jobs, of a job, or of a trial."""
+    """The server-sent events of one page: the list of jobs, a job, or a trial."""
     seen: str | None = None
     beat = time.monotonic()
     yield ": hello\n\n"
@@ -103,7 +104,7 @@ async def follow(watcher: IndexWatcher, pages: Pages, job: str | None, trial: st
 
 
 def _state(watcher: IndexWatcher, pages: Pages, job: str | None, trial: str | None) -> str:
-    """The state of a page: the page is loaded again when it changes."""
+    """The state of a page; a change makes the browser load the page again."""
     if job is None:
         return json.dumps({"version": watcher.index.version, "indexing": watcher.indexing})
     found = pages.index.job(job)

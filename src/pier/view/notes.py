@@ -1,6 +1,6 @@
-"""Notes and labels that people attach to a trial or to one of its steps: JSON lines in `notes.jsonl` in its directory.
+"""Notes and labels that people attach to a trial or to one of its steps, in `notes.jsonl` in the trial's directory.
 
-A line adds a note, or removes one by its id; nothing is ever rewritten.
+The file is append-only: a line adds a note, or removes one by its id.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_LABELS, _LONGEST_LABEL = 20, 60
 
 @dataclass(frozen=True, slots=True)
 class StepNote:
-    """One note. `step` is the number of a step of the part `part`, or None for the whole trial."""
+    """One note. `step` is the number of a step in the part `part`, or None for a note on the whole trial."""
 
     id: str
     at: str
@@ -35,7 +35,7 @@ class StepNote:
 
 
 def read_notes(trial: Path) -> list[StepNote]:
-    """The notes of a trial, oldest first. Lines that cannot be read are skipped."""
+    """The notes of a trial, oldest first. Invalid lines are skipped."""
     try:
         with Tree(trial.resolve()) as tree:
             data = tree.read(FILE, _LIMIT)
@@ -67,7 +67,7 @@ def _note(value: dict[str, Any]) -> StepNote:
 
 
 def add_note(trial: Path, value: dict[str, Any]) -> StepNote:
-    """Add a note with a `text`, `labels`, or both; `UsageError` if it has neither or is too long."""
+    """Add a note with `text`, `labels`, or both; `UsageError` if it has neither or is too long."""
     text, labels = str(value.get("text") or "").strip(), value.get("labels") or []
     if not isinstance(labels, list) or len(labels) > _MOST_LABELS or len(text) > _LONGEST:
         raise UsageError(f"invalid note: expected at most {_LONGEST} characters and {_MOST_LABELS} labels")
@@ -81,7 +81,7 @@ def add_note(trial: Path, value: dict[str, Any]) -> StepNote:
 
 
 def remove_note(trial: Path, id: str) -> None:
-    """Remove a note; `UsageError` if there is none of this id."""
+    """Remove a note; `UsageError` if the id is unknown."""
     if id not in {note.id for note in read_notes(trial)}:
         raise UsageError(f"unknown note {id!r}")
     _append(trial, {"id": id, "removed": True, "at": datetime.now(UTC).isoformat(timespec="seconds")})

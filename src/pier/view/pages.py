@@ -1,7 +1,7 @@
-"""Every page as plain data, found by the path that a browser shows.
+"""Every page as plain data, by its URL path.
 
-`Pages.get` gives the name of a template and its data; the server renders it, `--json` prints it, and the export
-writes it. Lists come from the index, everything else from the job's own files.
+`Pages.get` returns a template's name and its data; the server renders it, `--json` prints it, and the export writes it.
+Lists come from the index, everything else from the job's files.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from pier.job.view import LOG, rewards_by_task
 from pier.review.read import heat_map, list_runs, read_job_analysis
 from pier.tree import Tree
 from pier.view import charts
-from pier.view.files import read_text
+from pier.view.files import file_stamp, read_text
 from pier.view.index import Index, TrialListFilter
 from pier.view.library import Library, NotFoundError
-from pier.view.steps import StepReader, file_stamp, text_at, texts_of
+from pier.view.steps import StepReader, text_at, texts_of
 from pier.view.trial import TrialPage, query_number
 
 GRID_CELLS, TRIAL_ROWS = 240, 100
 TEXT_CHUNK = 200_000
 _SEARCH_TRIALS = 400
-"""How many transcripts one search adds to the full-text index."""
+"""Maximum number of transcripts that one search adds to the full-text index."""
 _TEXT_LIMIT = 20_000
 _FIRST_OUTLINE, _WHOLE_OUTLINE = 400, 20_000
-"""An outline of more steps is not part of the page; the browser asks for it."""
+"""Longest outline, in steps, that is part of a page (of an exported page); the browser loads a longer one later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page: which template shows it, its data, and where it is (job, trial, tab)."""
+    """A page: its template, its data, and its location (job, trial, tab)."""
 
     template: str
     title: str
@@ -54,14 +54,14 @@ class Pages:
     library: Library
     index: Index
     whole: bool = False
-    """Whether the page of a trial has all of its steps."""
+    """Whether the page of a trial has all of its steps, as in an export."""
     reader: StepReader = field(init=False)
 
     def __post_init__(self) -> None:
         self.reader = StepReader(self.index)
 
     def get(self, path: str, query: Mapping[str, str], several: Mapping[str, list[str]] | None = None) -> Page:
-        """The page at a path; `NotFoundError` if there is none. `several` has parameters that may be repeated."""
+        """The page at a path; `NotFoundError` if there is none. `several` has the values of repeated parameters."""
         parts = [unquote(part) for part in path.strip("/").split("/") if part]
         match parts:
             case []:
@@ -118,21 +118,16 @@ class Pages:
         lines = []
         for task, dataset, cells in rows:
             by_column = {(cell["agent"], cell["model"]): cell for cell in cells}
-            lines.append(
-                {
-                    "task": task,
-                    "dataset": dataset if len(datasets) > 1 else "",
-                    "cells": [by_column.get(column) for column in columns],
-                }
-            )
+            ordered = [by_column.get(column) for column in columns]
+            lines.append({"task": task, "dataset": dataset if len(datasets) > 1 else "", "cells": ordered})
         return {"columns": columns, "rows": lines, **_paging(page, size, total)}
 
     def _trials(self, job: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
         names = ("standing", "blame", "task", "agent", "model", "sort")
-        wanted = TrialListFilter(query=query.get("q", ""), **{name: query.get(name, "") for name in names})
+        chosen = TrialListFilter(query=query.get("q", ""), **{name: query.get(name, "") for name in names})
         page = query_number(query.get("page"), 1) or 1
-        rows, total = self.index.trials(job["id"], wanted, (page - 1) * TRIAL_ROWS, TRIAL_ROWS)
-        return {"trials": rows, "filter": asdict(wanted), **_paging(page, TRIAL_ROWS, total)}
+        rows, total = self.index.trials(job["id"], chosen, (page - 1) * TRIAL_ROWS, TRIAL_ROWS)
+        return {"trials": rows, "filter": asdict(chosen), **_paging(page, TRIAL_ROWS, total)}
 
     def _charts(self, job: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
         rows = self.index.columns(job["id"], ("reward", "cost", "seconds", "tokens_in", "tokens_out"))
@@ -149,8 +144,8 @@ class Pages:
         }
 
     def compare(self, names: list[str]) -> Page:
-        everything = [row["name"] for row in self.index.jobs()]
-        data: dict[str, Any] = {"names": names, "jobs": everything, "sides": [], "others": []}
+        jobs = [row["name"] for row in self.index.jobs()]
+        data: dict[str, Any] = {"names": names, "jobs": jobs, "sides": [], "others": []}
         if names:
             views = [self.library.job(name) for name in names]
             try:
@@ -165,21 +160,17 @@ class Pages:
         return Page("compare.html", "Compare", data)
 
     def search(self, query: Mapping[str, str]) -> Page:
-        """Where words occur in transcripts. Each search reads some more of those that were never read."""
-        wanted, job = query.get("q", "").strip(), query.get("job", "")
-        data: dict[str, Any] = {
-            "q": wanted,
-            "job": job,
-            "jobs": [row["name"] for row in self.index.jobs()],
-            "found": [],
-        }
-        if wanted:
-            data |= self._read_texts([job] if job else data["jobs"])
-            data["found"] = self.index.search(wanted, job or None)
+        """Full-text search in transcripts. Each search first indexes up to `_SEARCH_TRIALS` new transcripts."""
+        words, job = query.get("q", "").strip(), query.get("job", "")
+        jobs = [row["name"] for row in self.index.jobs()]
+        data: dict[str, Any] = {"q": words, "job": job, "jobs": jobs, "found": []}
+        if words:
+            data |= self._read_texts([job] if job else jobs)
+            data["found"] = self.index.search(words, job or None)
         return Page("search.html", "Search", data, job=job)
 
     def _read_texts(self, jobs: list[str]) -> dict[str, int]:
-        """Add transcripts to the full-text index; how many are in it, and how many there are."""
+        """Add transcripts to the full-text index; the number of indexed transcripts and of all."""
         read, total, budget = 0, 0, _SEARCH_TRIALS
         for job in jobs:
             rows, _ = self.index.trials(self.index.job(job)["id"], TrialListFilter(), 0, 1_000_000)
@@ -232,21 +223,20 @@ class Pages:
         return Page("trial.html", name, data, job=job, trial=name, tab=tab)
 
     def piece(self, job: str, name: str, piece: str, query: Mapping[str, str]) -> Page:
-        """A part of a trial's steps that the page asks for later."""
+        """A part of the steps tab that the browser loads later."""
         trial = self.open_trial(job, name)
-        at = {"job": job, "trial": name, "tab": "steps"}
         if piece == "more":
-            return Page(
-                "steps.html", name, {"head": {"job": job, "name": name}, "content": trial.tab_steps(query)}, **at
-            )
-        if piece == "outline":
-            return Page("outline.html", name, {"outline": trial.outline(query), "query": dict(query)}, **at)
-        if piece == "find":
-            return Page("found.html", name, {**trial.find(query), "where": dict(query)}, **at)
-        return Page("text.html", name, self._text_piece(trial, query), **at)
+            template, data = "steps.html", {"head": {"job": job, "name": name}, "content": trial.tab_steps(query)}
+        elif piece == "outline":
+            template, data = "outline.html", {"outline": trial.outline(query), "query": dict(query)}
+        elif piece == "find":
+            template, data = "found.html", {**trial.find(query), "where": dict(query)}
+        else:
+            template, data = "text.html", self._text_piece(trial, query)
+        return Page(template, name, data, job=job, trial=name, tab="steps")
 
     def _text_piece(self, trial: TrialPage, query: Mapping[str, str]) -> dict[str, Any]:
-        """More of one text of a step, from a character on."""
+        """The next chunk of one text of a step."""
         part, place = trial.part(query), query.get("place", "")
         start, number = query_number(query.get("from"), 0), query_number(query.get("step"), 1)
         try:
@@ -268,7 +258,8 @@ def _paging(page: int, size: int, total: int) -> dict[str, int]:
 
 
 def _task_rows(others: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per task: the mean of the first side, and the mean and difference of each other."""
+    """One row per task, largest difference first: the mean of the first side, and the mean and difference of each
+    other."""
     rows: dict[str, dict[str, Any]] = {}
     for place, other in enumerate(others):
         for each in other["tasks"]:

@@ -1,6 +1,6 @@
-"""Renders pages with the templates: filters for numbers and texts, and the addresses of pages.
+"""Renders pages with the templates: filters for numbers and texts, and page URLs.
 
-`Links` makes the addresses that a server answers. The export has others, for files.
+`Links` builds the server's URLs; the export has subclasses for files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLAMES = ("agent", "task", "provider", "infra", "user")
 
 
 class Links:
-    """The addresses of pages on a server."""
+    """The URLs of pages on a server."""
 
     is_static = False
 
@@ -61,11 +61,11 @@ class Links:
         return f"/static/{name}?v={__version__}"
 
     def changed(self, query: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-        """A query with some parameters changed, and back on its first page unless a page is asked for."""
+        """A query with some parameters changed; it returns to the first page unless `page` is among them."""
         return {key: value for key, value in {**query, "page": "", **more}.items() if value not in ("", None)}
 
     def sorted_by(self, query: Mapping[str, Any], column: str) -> dict[str, Any]:
-        """A query that sorts by a column; the other way round if it does already."""
+        """A query that sorts by a column, in reverse if it does so already."""
         now = str(query.get("sort", ""))
         return self.changed(query, sort=f"-{column}" if now == column else column)
 
@@ -76,7 +76,7 @@ def _query(values: Mapping[str, Any]) -> str:
 
 
 _quoted = lru_cache(4096)(partial(quote, safe=""))
-"""A list has the same few names in hundreds of addresses."""
+"""Cached, since the URLs of a list repeat the same few names."""
 
 
 @cache
@@ -103,7 +103,6 @@ def environment() -> Environment:
 
 
 def render(page: Page, links: Links, **more: Any) -> str:
-    """The HTML of a page."""
     context = {"LIMIT": text.CLIP, **page.data, **more}
     return environment().get_template(page.template).render(page=page, url=links, **context)
 
@@ -155,12 +154,12 @@ def reward(value: float | None) -> str:
 
 
 def heat(value: float | None) -> str:
-    """The class of a cell's colour, by its mean reward."""
+    """The colour class of a cell, by its mean reward."""
     return "h-none" if value is None else f"h-{round(10 * min(max(value, 0.0), 1.0))}"
 
 
 def when(value: str | None) -> str:
-    """A moment to the minute, in UTC."""
+    """A time in UTC, to the minute."""
     found = _moment(value)
     return found.strftime("%Y-%m-%d %H:%M") if found else "–"
 
@@ -181,7 +180,7 @@ def _moment(value: str | float | None) -> datetime | None:
 
 
 def pretty(value: str) -> str:
-    """JSON with line breaks; other text as it is."""
+    """Indented JSON; other text unchanged."""
     if len(value) > _PRETTY_LIMIT:
         return value
     try:
@@ -191,7 +190,7 @@ def pretty(value: str) -> str:
 
 
 def marked(value: str) -> Markup:
-    """An excerpt of the full-text search: what was found stands between two private characters."""
+    """An excerpt of the full-text search; each match is enclosed in two private-use characters."""
     html = str(text.visible(value))
     for code, tag in (("U+E000", "<mark>"), ("U+E001", "</mark>")):
         html = html.replace(f'<span class="ctl" title="{code}">{code}</span>', tag)

@@ -1,9 +1,9 @@
 """Serves the pages over HTTP, for people on this machine.
 
-Only requests whose `Host` is exactly the server's own are answered, so a web page cannot reach it by another name;
-requests that change something also need the server's own `Origin`. Beyond the loopback a token is needed, which the
-first address carries and a cookie keeps. Pages may load nothing from anywhere else and run no inline script. Nothing is
-written but notes.
+Requests must have the server's exact `Host`, so that no web page reaches the server under another name (DNS rebinding);
+requests that change something also need the server's `Origin`. A server that listens beyond the loopback requires a
+token, from the URL that it prints at first and from a cookie afterwards. Pages load nothing from other origins and run
+no inline script. The server writes notes and nothing else.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _POLICY = (
 )
 POLICY = _POLICY.format(more="", data="")
 PLAYER_POLICY = _POLICY.format(more=" 'wasm-unsafe-eval'", data=" data:")
-"""The terminal player is a WebAssembly program inside of its script."""
+"""The terminal player's script contains WebAssembly."""
 _FILE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -88,7 +88,7 @@ class Viewer:
 
     @property
     def address(self) -> str:
-        """The address to open in a browser."""
+        """The URL to open in a browser, with the token."""
         start = self.pages.library.start
         return f"{self.origin}{start}" + (f"?token={self.token}" if self.token else "")
 
@@ -104,7 +104,7 @@ class Viewer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Respond) -> web.StreamResponse:
-        """Let only own pages in, and put the headers on every answer."""
+        """Refuse requests from other origins, and set the security headers on every response."""
         try:
             self._check(request)
             response = await handler(request)
@@ -125,23 +125,22 @@ class Viewer:
         if origin is not None and origin not in {f"http://{host}" for host in hosts}:
             raise web.HTTPForbidden(text="wrong Origin\n")
         if request.method not in ("GET", "HEAD") and origin is None:
-            raise web.HTTPForbidden(text="a request that changes something needs an Origin\n")
+            raise web.HTTPForbidden(text=f"missing Origin: {request.method} requests need one\n")
         if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
-            raise web.HTTPForbidden(text="a request from another site\n")
+            raise web.HTTPForbidden(text="cross-site request refused\n")
         if self.token is None:
             return
         given = request.query.get("token", "")
         if given and hmac.compare_digest(given.encode(), self.token.encode()):
-            clean = request.rel_url.without_query_params("token")
-            found = web.HTTPFound(clean)
-            found.set_cookie(_COOKIE, self.token, httponly=True, samesite="Strict", path="/")
-            raise found
+            redirect = web.HTTPFound(request.rel_url.without_query_params("token"))
+            redirect.set_cookie(_COOKIE, self.token, httponly=True, samesite="Strict", path="/")
+            raise redirect
         if not hmac.compare_digest(request.cookies.get(_COOKIE, "").encode(), self.token.encode()):
-            raise web.HTTPUnauthorized(text="open the address with the token that `pier view` printed\n")
+            raise web.HTTPUnauthorized(text="missing token: open the URL that `pier view` printed\n")
 
     def _hosts(self, asked: str) -> set[str]:
-        """The accepted values of `Host`. A server on every address is also reached by any address of it; a page
-        that leads another name here still has another name there."""
+        """The accepted values of `Host`. A server that listens on all interfaces also accepts any IP address, `asked`:
+        an attacker who rebinds DNS has a name there, never an address."""
         names = {*LOOPBACK} if self.host in LOOPBACK else {self.host}
         if self.host in EVERYWHERE:
             names |= {*LOOPBACK, socket.gethostname().lower()} | ({asked} if _is_address(asked) else set())
@@ -183,7 +182,7 @@ class Viewer:
         return web.Response(body=data, content_type=kind, headers={"Cache-Control": "no-cache"})
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
-        """A file of a trial, as text or as a picture; anything else is downloaded."""
+        """A file of a trial: text and pictures are shown, other types are downloaded."""
         job, trial, path = (request.match_info[name] for name in ("job", "trial", "path"))
         view = self.pages.library.trial(job, trial, known=True)
         suffix = PurePosixPath(path).suffix.lower()
@@ -246,28 +245,25 @@ def _wants_json(request: web.Request) -> bool:
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
-    """A listening socket at a port, or at the first free one."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    """A listening socket on `port`, or on the first free port of `PORTS`."""
+    family, reason = socket.AF_INET6 if ":" in host else socket.AF_INET, ""
     for number in (port,) if port is not None else (*PORTS, 0):
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((host, number))
             sock.listen(128)
+            return sock
         except OSError as error:
             sock.close()
-            if port is None:
-                continue
-            raise UsageError(
-                f"cannot listen on {host}:{number}: {error.strerror}", hint="pier view --port 0"
-            ) from error
-        return sock
-    raise UsageError(f"cannot listen on {host}", hint="pier view --port 0")
+            reason = error.strerror or str(error)
+    place = host if port is None else f"{host}:{port}"
+    raise UsageError(f"cannot listen on {place}: {reason}", hint="pier view --port 0")
 
 
 @asynccontextmanager
 async def serve(library: Library, host: str = "127.0.0.1", port: int | None = None) -> AsyncIterator[Viewer]:
-    """Serve a library until the context is left."""
+    """Serve a library for the duration of the context."""
     sock = _listen(host, port)
     number = sock.getsockname()[1]
     token = None if host in LOOPBACK else secrets.token_urlsafe(24)

@@ -1,8 +1,8 @@
 """The steps of a trial, from its trajectory file or, while it runs, from the gateway's recording.
 
-A trajectory is read by page: `pier.trajectory.paged` knows where each step is, and the index keeps that for large
-files. A trial that runs, or whose trajectory is missing, is derived from the recording into a file next to the index
-and read in the same way.
+A trajectory is read in pages: `pier.trajectory.paged` maps the offsets of its steps, and the index caches the maps of
+large files. If the trial is running or has no trajectory, one is derived from the recording into a file next to the
+index.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from pier.trajectory.model import Content, Step, text_of
 from pier.trajectory.paged import PagedTrajectory, TrajectoryMap, scan
 from pier.tree import TreeError, open_regular
 from pier.trial.bounded import SMALL, call_bounded
+from pier.view.files import file_stamp
 from pier.view.index import Index
 
 _KEPT = 1 << 20
-"""A map of a smaller file is made anew each time."""
+"""Maps of files of at least this size are cached."""
 _DERIVATIONS = 8
+"""Maximum number of recordings whose incremental derivation is kept in memory."""
 LABEL = 90
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryPart:
-    """One trajectory of a trial. Tasks with steps have several; `name` is the step's, or empty."""
+    """One trajectory of a trial. Tasks with steps have one per step, named after it; else `name` is empty."""
 
     name: str
     path: Path
     source: str = "trajectory"
-    """`trajectory`, or `recording` if it is derived from the calls that were recorded so far."""
+    """`trajectory`, or `recording` if derived from the calls recorded so far."""
 
 
 @dataclass(slots=True)
@@ -53,7 +55,7 @@ class StepReader:
     index: Index
     _derivations: dict[Path, Derivation] = field(default_factory=dict)
     _large: dict[Path, str] = field(default_factory=dict)
-    """Recordings that are not read in this process, and their stamps when they were read last."""
+    """Recordings too large to read in this process, with the stamp of the last derivation."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def parts(self, view: TrialView) -> list[TrajectoryPart]:
@@ -72,7 +74,7 @@ class StepReader:
         return [found[name] for name in sorted(found)]
 
     def _derive(self, view: TrialView, recording: Path) -> Path | None:
-        """The trajectory of what a recording has so far; None if it has no step yet."""
+        """The trajectory of the calls recorded so far; None without a step."""
         name = hashlib.sha256(str(recording).encode()).hexdigest()[:16]
         target = self.index.path.parent / f"derived-{name}" / "trajectory.json"
         about = About(view.agent, None, view.model, view.name)
@@ -95,7 +97,7 @@ class StepReader:
         return found.path
 
     def _derive_large(self, recording: Path, target: Path, about: About, *, is_running: bool) -> Path | None:
-        """The same in a limited process, once for each state of the file. A trial that runs does that itself."""
+        """The same in a process with limited memory, once per state of the file, and after the trial's end only."""
         if is_running:
             return None
         if self._large[recording] != (stamp := file_stamp(recording)):
@@ -106,8 +108,8 @@ class StepReader:
 
     @contextmanager
     def open(self, part: TrajectoryPart, sub: str = "") -> Iterator[PagedTrajectory]:
-        """The trajectory of a part, or of one of its sub-agents: `sub` is its place, such as `0` or `0.2`. ValueError
-        if the file is not a trajectory or there is no such sub-agent."""
+        """The trajectory of a part, or of one of its sub-agents: `sub` is its path, such as `0` or `0.2`. ValueError
+        if the file is not a trajectory or the sub-agent is missing."""
         try:
             with open_regular(part.path) as stream:
                 found = PagedTrajectory(stream, self._map(part.path, stream))
@@ -128,7 +130,7 @@ class StepReader:
         return found
 
     def outline(self, part: TrajectoryPart, sub: str = "") -> list[dict[str, Any]]:
-        """One row for every step. Of a large file it is kept."""
+        """One row per step; cached for large files."""
         stamp = file_stamp(part.path)
         known, rows = self.index.trial_map(part.path, stamp)
         if rows is not None and not sub:
@@ -140,23 +142,21 @@ class StepReader:
         return made
 
     def search(self, part: TrajectoryPart, query: str, sub: str = "", limit: int = 500) -> list[tuple[int, str]]:
-        """The steps that have a text, and the text around its first occurrence in each."""
-        wanted, found = query.casefold(), list[tuple[int, str]]()
+        """The steps that contain `query`, with an excerpt around its first occurrence."""
+        folded, found = query.casefold(), list[tuple[int, str]]()
         with self.open(part, sub) as trajectory:
             for number in range(len(trajectory)):
-                for text in texts_of(trajectory.step(number)):
-                    at = text.casefold().find(wanted)
-                    if at >= 0:
-                        start = max(0, at - 60)
-                        found.append((number + 1, " ".join(text[start : at + len(query) + 60].split())))
+                texts = ((text, text.casefold().find(folded)) for text in texts_of(trajectory.step(number)))
+                if hit := next(((text, at) for text, at in texts if at >= 0), None):
+                    text, at = hit
+                    found.append((number + 1, " ".join(text[max(0, at - 60) : at + len(query) + 60].split())))
+                    if len(found) >= limit:
                         break
-                if len(found) >= limit:
-                    break
         return found
 
 
 def step_name(view: TrialView, path: Path) -> str:
-    """The name of the task's step that a file of a trial belongs to; empty if the task has no steps."""
+    """The task step that a file of a trial belongs to; empty if the task has no steps."""
     parts = path.relative_to(view.directory).parts
     return parts[1] if parts[0] == "steps" else ""
 
@@ -168,13 +168,8 @@ def _is_newer(path: Path, other: Path) -> bool:
         return False
 
 
-def file_stamp(path: Path) -> str:
-    status = path.lstat()
-    return f"{status.st_ino}.{status.st_size}.{status.st_mtime_ns}"
-
-
 def _outline_row(index: int, raw: bytes) -> dict[str, Any]:
-    """A step in the outline; `mark` is compaction, copied, sub-agent or empty."""
+    """A row of the outline; `mark` is compaction, copied, sub-agent or empty."""
     row = {"number": index + 1, "source": "system", "label": "invalid step", "tools": [], "failed": False, "mark": ""}
     try:
         step = from_json(raw)
@@ -198,7 +193,7 @@ def _outline_row(index: int, raw: bytes) -> dict[str, Any]:
 
 
 def _label(step: dict[str, Any], calls: list[str]) -> str:
-    """The beginning of the message, of the first argument or of the reasoning, whichever there is first."""
+    """The beginning of the message, else of the first argument, else of the reasoning."""
     message = step.get("message")
     if isinstance(message, list):
         message = " ".join(str(part.get("text") or f"[{part.get('type')}]") for part in message)
@@ -209,7 +204,7 @@ def _label(step: dict[str, Any], calls: list[str]) -> str:
 
 
 def texts_of(step: Step) -> Iterator[str]:
-    """All texts of a step that a person can read."""
+    """All readable texts of a step."""
     yield step.text
     yield step.reasoning_content or ""
     for call in step.tool_calls or ():
@@ -248,16 +243,16 @@ def seconds_between(first: str | None, second: str | None) -> float | None:
 
 
 def pictures(content: Content | None) -> list[tuple[str, str]]:
-    """The media type and the path or address of each picture in a message."""
+    """The media type and the path or URL of each picture in a message."""
     if content is None or isinstance(content, str):
         return []
     return [(part.source.media_type, part.source.path) for part in content if part.source is not None]
 
 
-def read_calls(recording: Path, wanted: int, most: int | None) -> dict[str, Any]:
-    """The calls of a recording, and the one with the number `wanted` whole."""
+def read_calls(recording: Path, number: int, most: int | None) -> dict[str, Any]:
+    """The calls of a recording, and the call `number` in full."""
     found = read(recording, most)
-    call = next((each for each in found.calls if each.number == wanted), None)
+    call = next((each for each in found.calls if each.number == number), None)
     return {
         "closed": found.closed,
         "calls": [_call_row(each) for each in found.calls],
@@ -278,9 +273,8 @@ def _call_row(call: Call) -> dict[str, Any]:
 
 
 def _call_data(calls: list[Call], call: Call) -> dict[str, Any]:
-    answer = call.answer
-    neighbours = [each.number for each in calls]
-    place = neighbours.index(call.number)
+    answer, numbers = call.answer, [each.number for each in calls]
+    place = numbers.index(call.number)
     return {
         **_call_row(call),
         "path": call.path,
@@ -295,6 +289,6 @@ def _call_data(calls: list[Call], call: Call) -> dict[str, Any]:
             | {"status": each.answer.status if each.answer else None}
             for each in call.attempts
         ],
-        "previous": neighbours[place - 1] if place else None,
-        "next": neighbours[place + 1] if place + 1 < len(neighbours) else None,
+        "previous": numbers[place - 1] if place else None,
+        "next": numbers[place + 1] if place + 1 < len(numbers) else None,
     }

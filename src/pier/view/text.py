@@ -1,8 +1,8 @@
-"""Turns text that agents and tasks wrote into HTML that cannot do anything.
+"""Renders untrusted text of agents and tasks as inert HTML.
 
-Everything is escaped. Colours of terminals become spans with classes; other terminal sequences are removed. Control
-and bidirectional characters are shown by their code points, so that no text can reorder or hide another. Markdown is
-rendered without HTML; pictures are not loaded and links lead nowhere. Sizes are bounded before anything is parsed.
+Everything is escaped. Terminal colours become spans with classes; other escape sequences are removed. Control and
+bidirectional characters are shown as code points, so that no text can reorder or hide another. Markdown is rendered
+without HTML, pictures or working links. Sizes are bounded before parsing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pier.trial.diff import unified
 MARKDOWN_LIMIT = 40_000
 CODE_LIMIT = 40_000
 CLIP = 6_000
-"""How many characters of one text a page shows at first."""
+"""Characters of one text that a page shows at first."""
 
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164"
@@ -31,7 +31,7 @@ _NAMES = {**{chr(code): chr(0x2400 + code) for code in range(0x20)}, "\x7f": "\u
 
 
 def visible(text: str) -> Markup:
-    """A text escaped, with what a browser would not show made visible."""
+    """Escape a text and make invisible characters visible."""
     return escape(text) if text.isascii() and text.isprintable() else _mark(escape(text))
 
 
@@ -47,7 +47,7 @@ def _shown(found: re.Match[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """A part of a text, ready to be shown, and how many characters it leaves out."""
+    """The beginning of a text as HTML. `left` is the number of characters left out, `size` that of the whole text."""
 
     html: Markup
     left: int = 0
@@ -62,7 +62,7 @@ def plain(text: str, limit: int = CLIP) -> Clip:
     return Clip(visible(shown), len(text) - len(shown), len(text))
 
 
-# An escape sequence of a terminal: colours (CSI m), any other CSI, a string such as OSC 8, or a single character.
+# A terminal escape sequence: colours (CSI m), any other CSI, a hyperlink (OSC 8), another string, a single character.
 _ANSI = re.compile(
     r"\x1b\[([0-9;:]*)m"
     r"|\x1b\[[0-?]*[ -/]*[@-~]"
@@ -72,11 +72,20 @@ _ANSI = re.compile(
     r"|\x9b[0-?]*[ -/]*[@-~]"
 )
 _REWRITTEN = re.compile(r"^[^\n]*\r(?!\n|\Z)", re.MULTILINE)
-_COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+_COLOURS = list(enumerate(("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")))
+_ATTRIBUTES = {1: ("weight", "bold"), 2: ("weight", "dim"), 3: ("italic",) * 2, 4: ("under",) * 2, 9: ("strike",) * 2}
+_RESETS = {22: "weight", 23: "italic", 24: "under", 29: "strike", 39: "fore", 49: "back"}
+_STYLES = {
+    **{code: (name, f"a-{value}") for code, (name, value) in _ATTRIBUTES.items()},
+    **{code: (name, "") for code, name in _RESETS.items()},
+    **{base + number: ("fore", f"f-{name}") for base in (30, 90) for number, name in _COLOURS},
+    **{base + number: ("back", f"b-{name}") for base in (40, 100) for number, name in _COLOURS},
+}
+"""The property of a style that an SGR code sets, and its CSS class; an empty class resets the property."""
 
 
 def terminal(text: str, limit: int = CLIP) -> Clip:
-    """Output of a program: colours as spans, lines that were rewritten in place as they last were."""
+    """Terminal output: colours as spans, and the last state of lines that were rewritten in place."""
     shown = text[:limit]
     left = len(text) - len(shown)
     shown = _REWRITTEN.sub("", shown.replace("\r\n", "\n")).rstrip("\r")
@@ -113,7 +122,7 @@ def _printable(text: str) -> str:
 
 
 def _apply(style: dict[str, str], codes: str) -> None:
-    """Change a style as one SGR sequence says. Colours of 256 and of 24 bits are passed over."""
+    """Apply an SGR sequence to a style. 256-colour and 24-bit colours are ignored."""
     numbers = [int(code) if code.isdigit() and len(code) < 4 else 0 for code in re.split("[;:]", codes)]
     place = 0
     while place < len(numbers):
@@ -122,22 +131,11 @@ def _apply(style: dict[str, str], codes: str) -> None:
             style.clear()
         elif code in (38, 48):
             place += 2 if numbers[place + 1 : place + 2] == [5] else 4
-        elif code in _ATTRIBUTES:
-            style["weight" if code in (1, 2) else str(code)] = f"a-{_ATTRIBUTES[code]}"
-        elif code == 22:
-            style.pop("weight", None)
-        elif code in (23, 24, 29):
-            style.pop(str(code - 20), None)
-        elif code == 39 or code == 49:
-            style.pop("fore" if code == 39 else "back", None)
-        elif 30 <= code <= 37 or 90 <= code <= 97:
-            style["fore"] = f"f-{_COLOURS[code % 10]}"
-        elif 40 <= code <= 47 or 100 <= code <= 107:
-            style["back"] = f"b-{_COLOURS[code % 10]}"
+        elif code in _STYLES:
+            name, css = _STYLES[code]
+            style.pop(name, None)
+            style |= {name: css} if css else {}
         place += 1
-
-
-_ATTRIBUTES = {1: "bold", 2: "dim", 3: "italic", 4: "under", 9: "strike"}
 
 
 @cache
@@ -165,7 +163,7 @@ def _address(token: Any, name: str) -> str:
 
 
 def markdown(text: str, limit: int = CLIP) -> Clip:
-    """A message as a person reads it; a long one is shown as it stands."""
+    """A message rendered as Markdown; a long one is shown as plain text."""
     if len(text) > min(limit, MARKDOWN_LIMIT):
         found = plain(text, limit)
         return Clip(Markup('<div class="pre">{}</div>').format(found.html), found.left, found.size)
@@ -174,7 +172,7 @@ def markdown(text: str, limit: int = CLIP) -> Clip:
 
 @lru_cache(maxsize=128)
 def _lexer(name: str) -> Any:
-    """The lexer for a language, or for the name of a file; None if there is none."""
+    """The lexer for a language or a file name; None if unknown."""
     from pygments.lexers import get_lexer_by_name, get_lexer_for_filename
     from pygments.util import ClassNotFound
 
@@ -185,7 +183,7 @@ def _lexer(name: str) -> Any:
 
 
 def code(text: str, name: str = "", limit: int = CLIP) -> Clip:
-    """Source code, with colours where the language is known. `name` is the language, or the name of a file."""
+    """Source code, highlighted if the language is known. `name` is the language or a file name."""
     shown = text[:limit]
     lexer = _lexer(name.rpartition("/")[2][-100:]) if name and len(shown) <= CODE_LIMIT else None
     if lexer is None:

@@ -1,8 +1,7 @@
 """The page of one trial: its head, which every tab shows, and the content of each tab as plain data.
 
-Each part comes from the one reader of it: results from `TrialView`, calls from `pier.record`, steps from
-`pier.trajectory`. Files are opened through `Tree`, so a link that an agent left leads nowhere. What is missing is
-said, with the reason.
+Results come from `TrialView`, calls from `pier.record`, steps from `pier.trajectory`. Files are opened through `Tree`,
+which follows no link. If data is missing, the page gives the reason.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ TAB_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class TrialPage:
-    """A trial that was opened for a page."""
+    """A trial opened for a page."""
 
     index: Index
     reader: StepReader
@@ -70,14 +69,14 @@ class TrialPage:
     view: TrialView
     row: Mapping[str, Any]
     whole: bool = False
-    """Whether a page has all steps, sub-agents included, as in an export."""
+    """Whether the steps tab has all steps, including those of sub-agents, as in an export."""
 
     @property
     def directory(self) -> Path:
         return self.view.directory
 
     def head(self) -> dict[str, Any]:
-        """The data that every tab shows."""
+        """The data shown on every tab."""
         view, row = self.view, self.row
         result, outcome = view.result, view.outcome
         info, used = (result.pier, result.agent_result) if result else (None, None)
@@ -109,14 +108,14 @@ class TrialPage:
             "n_agent_steps": steps if steps is not None or not result else result.n_agent_steps,
             "integrity_notes": sum(len(each["notes"]) for each in self._integrity()),
             "neighbours": self.index.neighbours(self.index.job(self.job)["id"], row["place"]),
-            "notes": self.notes(),
+            "notes": self._notes(),
         }
 
-    def notes(self) -> list[dict[str, Any]]:
+    def _notes(self) -> list[dict[str, Any]]:
         return [asdict(note) for note in read_notes(self.directory)]
 
     def tab_notes(self, _: Mapping[str, str]) -> dict[str, Any]:
-        return {"list": self.notes()}
+        return {"list": self._notes()}
 
     def tab_integrity(self, _: Mapping[str, str]) -> dict[str, Any]:
         return {"parts": self._integrity()}
@@ -125,16 +124,15 @@ class TrialPage:
         return {"casts": self._casts()}
 
     def tabs(self) -> list[str]:
-        """The tabs that have something to show."""
+        """The names of the tabs with content."""
         if self.index.library.file is not None:
             return ["steps", "changes", "notes"]
         if not self.directory.is_dir():
             return ["steps"]
         files = self.view.files
         with self.tree() as tree:
-            names = {
-                entry.path.rpartition("/")[2] for _, at in self.places(tree) for entry in tree.listed(at.rstrip("/"))
-            }
+            entries = [entry for place in step_places(tree) for entry in tree.listed(place.rstrip("/"))]
+        names = {entry.path.rpartition("/")[2] for entry in entries}
         shown = {
             "steps": True,
             "verifier": "verifier" in names or self.view.result is not None,
@@ -152,7 +150,7 @@ class TrialPage:
         return [name for name, is_shown in shown.items() if is_shown]
 
     def tab(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
-        """The content of a tab; `NotFoundError` if there is no such tab."""
+        """The content of a tab; `NotFoundError` if the name is unknown."""
         if name not in TAB_NAMES:
             raise NotFoundError(f"a trial has no tab {name}")
         return getattr(self, f"tab_{name}")(query)
@@ -163,29 +161,24 @@ class TrialPage:
         except OSError as error:
             raise NotFoundError(f"{self.directory}: {error.strerror}") from error
 
-    def places(self, tree: Tree) -> list[tuple[str, str]]:
-        """The parts of a trial that have a directory each: the name of the step, if the task has steps, and the path
-        before each file."""
-        return [(place.removeprefix("steps/").rstrip("/"), place) for place in step_places(tree)]
-
     # Steps
 
     def parts(self) -> list[TrajectoryPart]:
         return self.reader.parts(self.view)
 
     def part(self, query: Mapping[str, str]) -> TrajectoryPart | None:
-        """The trajectory that is asked for, else the first."""
+        """The trajectory named by the query, else the first."""
         parts = self.parts()
         return next((part for part in parts if part.name == query.get("part", "")), parts[0] if parts else None)
 
     def tab_steps(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """A page of steps. `step` is one that must be on it; `from` is the first of it."""
+        """A page of steps: it starts at index `from`, or contains step number `step`."""
         parts = self.parts()
         part, sub = self.part(query), query.get("sub", "")
         base = {"parts": [each.name for each in parts], "part": part.name if part else "", "sub": sub, "cards": []}
         base |= {"total": 0, "from": 0, "to": 0, "subs": [], "loose": [], "side_calls": []}
         if part is None:
-            return {**base, "missing": self._why_no_steps()}
+            return {**base, "missing": self._reason_for_no_steps()}
         try:
             with self.reader.open(part, sub) as trajectory:
                 return {**base, **self._page(part, trajectory, sub, query)}
@@ -196,9 +189,9 @@ class TrialPage:
         self, part: TrajectoryPart, trajectory: PagedTrajectory, sub: str, query: Mapping[str, str]
     ) -> dict[str, Any]:
         total = len(trajectory)
-        start, wanted = query_number(query.get("from"), 0), query_number(query.get("step"), 0)
-        if wanted:
-            start = max(0, min(wanted, total) - 1 - PAGE_STEPS // 4)
+        start, selected = query_number(query.get("from"), 0), query_number(query.get("step"), 0)
+        if selected:
+            start = max(0, min(selected, total) - 1 - PAGE_STEPS // 4)
         start = min(start, total)
         stop = total if self.whole else _page_end(trajectory, start, query_number(query.get("to"), total))
         agent, final = trajectory.agent, trajectory.final_metrics
@@ -224,7 +217,7 @@ class TrialPage:
             "total": total,
             "from": start,
             "to": stop,
-            "step": wanted,
+            "step": selected,
             "cards": cards,
         }
 
@@ -236,7 +229,7 @@ class TrialPage:
         except (OSError, TreeError):
             return {}
 
-    def _why_no_steps(self) -> str:
+    def _reason_for_no_steps(self) -> str:
         view = self.view
         if view.state == "pending":
             return "This trial has not started yet."
@@ -245,10 +238,10 @@ class TrialPage:
         if view.agent in ("oracle", "nop", "command", "kept-state"):
             return f"The agent {view.agent} made no model calls, so there is no trajectory."
         if view.state != "done":
-            return "The trial ended before the agent made a model call, and left no trajectory."
+            return "The trial ended before the agent's first model call, so there is no trajectory."
         if (error := view.error) is not None:
-            return f"The agent made no model call that was recorded: the trial ended with {error.exception_type}."
-        return "The agent left no trajectory, and no recording of its model calls was found."
+            return f"No model call was recorded: the trial ended with {error.exception_type}."
+        return "There is no trajectory and no recording of model calls."
 
     def outline(self, query: Mapping[str, str]) -> dict[str, Any]:
         part = self.part(query)
@@ -261,9 +254,9 @@ class TrialPage:
         }
 
     def find(self, query: Mapping[str, str]) -> dict[str, Any]:
-        part, wanted = self.part(query), query.get("q", "").strip()
-        found = self.reader.search(part, wanted, query.get("sub", "")) if part and wanted else []
-        return {"query": wanted, "found": [{"step": number, "text": text} for number, text in found]}
+        part, text = self.part(query), query.get("q", "").strip()
+        found = self.reader.search(part, text, query.get("sub", "")) if part and text else []
+        return {"query": text, "found": [{"step": number, "text": excerpt} for number, excerpt in found]}
 
     # Grading
 
@@ -271,8 +264,8 @@ class TrialPage:
         found: list[dict[str, Any]] = []
         results = {step.step_name: step for step in (self.view.result.step_results or ())} if self.view.result else {}
         with self.tree() as tree:
-            for name, prefix in self.places(tree):
-                folder = f"{prefix}verifier"
+            for place in step_places(tree):
+                name, folder = place.removeprefix("steps/").rstrip("/"), f"{place}verifier"
                 entries = [entry for entry in tree.listed(folder) if entry.kind == "file"]
                 step = results.get(name)
                 verdict = step.verifier_result.rewards if step and step.verifier_result else None
@@ -305,9 +298,8 @@ class TrialPage:
         patches, edits = list[dict[str, Any]](), list[dict[str, Any]]()
         if self.index.library.file is None:
             with self.tree() as tree:
-                places = self.places(tree)
-                names = [f"{prefix}{CHANGES}" for _, prefix in places]
-                artifacts = (entry.path for entry in files_below(tree, places, "artifacts"))
+                names = [f"{place}{CHANGES}" for place in step_places(tree)]
+                artifacts = (entry.path for entry in files_below(tree, "artifacts"))
                 names += [path for path in artifacts if path.endswith((".diff", ".patch"))]
                 for name in names:
                     if (text := read_text(tree, name, tail=False, limit=_DIFF_BYTES)) is not None:
@@ -325,9 +317,8 @@ class TrialPage:
 
     def tab_artifacts(self, _: Mapping[str, str]) -> dict[str, Any]:
         with self.tree() as tree:
-            places = self.places(tree)
-            files = [file_row(entry) for entry in files_below(tree, places, "artifacts")]
-            manifests = [tree.read_json(f"{prefix}artifacts/manifest.json", REPORT_LIMIT) for _, prefix in places]
+            files = [file_row(entry) for entry in files_below(tree, "artifacts")]
+            manifests = [tree.read_json(f"{at}artifacts/manifest.json", REPORT_LIMIT) for at in step_places(tree)]
             for each in files:
                 kind = Path(each["path"]).suffix.lower()
                 if kind in PICTURES:
@@ -341,41 +332,28 @@ class TrialPage:
         names = [str(path.relative_to(self.directory)) for path in self.view.files.logs]
         with self.tree() as tree:
             entries = [entry for name in names if (entry := tree.find(name)) is not None]
-            wanted = query.get("file") or (TRIAL_LOG if TRIAL_LOG in names else "".join(names[:1]))
-            return {
-                "files": [file_row(entry) for entry in entries],
-                "file": wanted,
-                "log": read_text(tree, wanted) if wanted in names else None,
-            }
+            shown = query.get("file") or (TRIAL_LOG if TRIAL_LOG in names else "".join(names[:1]))
+            log = read_text(tree, shown) if shown in names else None
+        return {"files": [file_row(entry) for entry in entries], "file": shown, "log": log}
 
     def tab_network(self, _: Mapping[str, str]) -> dict[str, Any]:
-        rows: list[Any] = []
         with self.tree() as tree:
-            for _name, prefix in self.places(tree):
-                rows += json_lines(tree, f"{prefix}network.jsonl")
-        result = self.view.result
+            rows = [row for place in step_places(tree) for row in json_lines(tree, f"{place}network.jsonl")]
+        info = self.view.result.pier if self.view.result else None
         keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in ("time", "allowed")]
-        return {
-            "rows": rows,
-            "columns": keys,
-            "refused": dict(result.pier.network_refused) if result and result.pier else {},
-        }
+        return {"rows": rows, "columns": keys, "refused": dict(info.network_refused) if info else {}}
 
     def tab_config(self, _: Mapping[str, str]) -> dict[str, Any]:
         with self.tree() as tree:
-            return {
-                "files": {name: tree.read_json(name, JSON_LIMIT) for name in (CONFIG, LOCK, RESULT) if tree.find(name)}
-            }
+            names = [name for name in (CONFIG, LOCK, RESULT) if tree.find(name)]
+            return {"files": {name: tree.read_json(name, JSON_LIMIT) for name in names}}
 
     def _casts(self) -> list[dict[str, Any]]:
         if self.index.library.file is not None:
             return []
         with self.tree() as tree:
-            entries = [
-                entry
-                for _, prefix in self.places(tree)
-                for entry in (*tree.listed(f"{prefix}agent"), *tree.listed(f"{prefix}verifier"))
-            ]
+            folders = [f"{place}{name}" for place in step_places(tree) for name in ("agent", "verifier")]
+            entries = [entry for folder in folders for entry in tree.listed(folder)]
         return [file_row(entry) for entry in entries if entry.kind == "file" and entry.path.endswith(".cast")]
 
     def tab_reviews(self, _: Mapping[str, str]) -> dict[str, Any]:
@@ -390,7 +368,7 @@ class TrialPage:
         return found
 
     def tab_file(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Lines of one file of the trial, around the one that is asked for."""
+        """Lines of a file of the trial, around the line named by the query."""
         path = query.get("path", "")
         try:
             with self.tree() as tree:
@@ -403,9 +381,9 @@ class TrialPage:
     def tab_calls(self, query: Mapping[str, str]) -> dict[str, Any]:
         paths = {step_name(self.view, path): path for path in self.view.files.recordings}
         part = query.get("part", "") if query.get("part", "") in paths else next(iter(paths), "")
-        if part not in paths:
-            return {"parts": [], "part": "", "calls": [], "call": None}
         found = {"parts": list(paths), "part": part, "calls": [], "call": None}
+        if not paths:
+            return found
         try:
             return found | read_back_now(read_calls, paths[part], query_number(query.get("call"), 0))
         except (OSError, TreeError, PierError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -413,7 +391,7 @@ class TrialPage:
 
 
 def _place_of(file: str) -> dict[str, str]:
-    """Where evidence is found: `path` of a file of the trial, and the `part` of the trial that it belongs to."""
+    """The place of evidence: the `path` of a file in the trial, and the `part` (step) that the file belongs to."""
     top, _, path = file.partition("/")
     if top != "trial":
         return {"path": "", "part": ""}
@@ -422,7 +400,7 @@ def _place_of(file: str) -> dict[str, str]:
 
 
 def _page_end(trajectory: PagedTrajectory, start: int, most: int) -> int:
-    """Where a page ends: at the limit of steps or bytes, but not before its first step."""
+    """The end of a page: the limit of steps or of bytes, with at least one step."""
     stop, size = start, 0
     spans = trajectory.map.spans
     while stop < min(len(trajectory), most, start + PAGE_STEPS) and (stop == start or size < PAGE_BYTES):
@@ -454,5 +432,5 @@ def _tools(definitions: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
 
 
 def query_number(text: str | None, default: int) -> int:
-    """A number in a query; the default if it is missing or invalid."""
+    """A number from a query; the default if it is missing or invalid."""
     return int(text) if text and text.isdecimal() and len(text) < 10 else default

@@ -1,1 +1,1 @@
-"""Live workspaces: a directory of the user's with a sandbox around it that outlives the command that started it."""
+"""Live workspaces: a user's directory with a sandbox around it that outlives the command that started it."""

@@ -1,7 +1,7 @@
-"""Agents that people start by hand in a workspace: their packs side by side, their command lines and their settings.
+"""Agents that people start by hand in a workspace: their packs, command lines and settings.
 
-A trial starts an agent with its own arguments and one instruction. Here the user gives the arguments, so of what an
-agent's `launch` says only its program, its variables and its files are used.
+In a trial pier chooses an agent's arguments. Here the user does, so only the program, the variables and the files of an
+agent's `launch` are used.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -41,34 +42,34 @@ PROGRAMS = {
     "openhands": "openhands",
     "mini": "mini-swe-agent",
 }
-"""The commands that people type, and the agents that they are."""
+"""The commands that people type, and the agents that they start."""
 
 PLACED = "placed.json"
 BIN = "/opt/pier/bin"
-"""Where a shell in the sandbox finds the agents."""
+"""Directory of the agents' start scripts in the sandbox; part of PATH."""
 _PACKS = "/opt/pier/packs"
 _SHARED = ("ld.so", "ca.pem", "tools", "C.utf8", "lib")
-"""The parts of a pack that programs look for at `PACK_PATH`, wherever the rest is."""
+"""The parts of a pack that programs expect at `PACK_PATH`, even if the pack is mounted elsewhere."""
 _KEPT_FLAGS = {"claude-code": ("--mcp-config",), "pi": ("--provider", "--model"), "cline": ("-P", "-m")}
-"""Flags that hand an agent the task's tools and its model, with their values."""
+"""Flags with a value that pass the task's tools or the model to an agent."""
 _ADDED_FLAGS = {"codex": ("--no-daemon",), "openhands": ("--override-with-envs",)}
-"""Flags without which an agent does not start from a pack (Codex would run a server of a package that is whole), or
-does not look at its variables."""
+"""Flags that an agent needs to start from a pack (Codex's daemon requires a complete package), or to read its
+variables."""
 
 HOMES_IN_LOGS = frozenset({"codex"})
-"""Agents whose own directory a variable chooses: it is in the kept logs, not in the home directory."""
+"""Agents whose directory is set by a variable: it is in `AGENT_LOGS`, not in the home directory."""
 LOG_HOMES = {"CLAUDE_CONFIG_DIR": CONFIG, "CODEX_HOME": f"{AGENT_LOGS}/.codex"}
-"""Variables of every command, so that agents of the image keep their logs too."""
+"""Variables of every command, so that the logs of agents in the image are saved too."""
 
 
 def recognise(word: str) -> str | None:
-    """The agent that a command starts, by the name of its program."""
+    """The agent that a program belongs to."""
     return PROGRAMS.get(Path(word).name)
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledAgent:
-    """An agent whose pack is mounted at `location`; one of the image itself has none, nor a known version."""
+    """An agent whose pack is mounted at `location`; empty, without a version, for an agent of the image."""
 
     agent: Agent
     version: str | None
@@ -84,12 +85,12 @@ class InstalledAgent:
         return [word for word, name in PROGRAMS.items() if name == self.name] or [self.name]
 
     def launch(self, run: AgentRun) -> Launch:
-        """How it is started without arguments of pier's: its program, and flags that hand it the task's tools. The
-        image's own has no program here, and gets nothing that names a pack."""
+        """The launch without pier's arguments: the program, and flags that pass the task's tools. For an agent of the
+        image: no program, and no variable or file that refers to a pack."""
         planned = self.agent.launch(_for_people(self.agent, run))
         argv = [*_program(planned.argv), *_kept(self.name, planned.argv), *_ADDED_FLAGS.get(self.name, ())]
         if self.name == "codex" and run.endpoint and run.endpoint.model:
-            argv += ["-c", f"model={json.dumps(run.endpoint.model)}"]  # it rewrites its settings, which then stay
+            argv += ["-c", f"model={json.dumps(run.endpoint.model)}"]  # Codex edits its settings, which pier then keeps
         files = (*planned.files, *_first_files(self.agent, run))
         env = {**planned.env, **_own_env(self.agent, run)}
         if not self.location:
@@ -106,7 +107,7 @@ class InstalledAgent:
 
 
 def agent_of_image(name: str) -> InstalledAgent:
-    """An agent that the image may have, without a pack."""
+    """An agent that is expected in the image."""
     return InstalledAgent(make_agent(AgentConfig(name=name)), None, "")
 
 
@@ -119,7 +120,7 @@ def _for_people(agent: Agent, run: AgentRun) -> AgentRun:
 
 def _own_env(agent: Agent, run: AgentRun) -> dict[str, str]:
     if agent.name == "claude-code" and run.endpoint is not None:
-        # It asks for permission to use a key that it finds in this variable, and takes a token without a question.
+        # Claude Code asks for permission to use a key from ANTHROPIC_API_KEY, but not to use a token.
         return {"ANTHROPIC_AUTH_TOKEN": run.endpoint.key, "ANTHROPIC_API_KEY": ""}
     model = run.endpoint.model if run.endpoint else ""
     if model and agent.name == "gemini-cli":
@@ -146,7 +147,7 @@ def _first_files(agent: Agent, run: AgentRun) -> tuple[AgentFile, ...]:
 
 
 def _program(argv: Sequence[str]) -> list[str]:
-    """The words at the beginning that name the program: the agent's own, or an interpreter and what it runs."""
+    """The leading words that name the program: the agent's executable, or an interpreter with its script."""
     size = 1
     while size < len(argv) and argv[size].startswith(PACK_PATH):
         size += 1
@@ -162,13 +163,13 @@ def _kept(agent: str, argv: Sequence[str]) -> list[str]:
 
 
 def check_agents(names: Sequence[str]) -> None:
-    """Refuse agents that people cannot start in a sandbox."""
+    """Refuse agents that cannot be started by hand in a sandbox."""
     for name in names:
         agent = find_agent(name)
         if agent.pack is None or agent.outside:
             raise UsageError(
-                f"the agent {name} cannot be started by hand: it comes in no pack",
-                hint="pier agent list shows those that do",
+                f"cannot start the agent {name} by hand: it has no pack",
+                hint="pier agent list shows agents with packs",
                 code="no-pack",
             )
 
@@ -176,7 +177,7 @@ def check_agents(names: Sequence[str]) -> None:
 async def install_agents(
     names: Sequence[str], say: Callable[[str], None]
 ) -> tuple[list[InstalledAgent], tuple[Mount, ...]]:
-    """The agents with what must be mounted for them; packs that are missing are built first."""
+    """The agents with their mounts; missing packs are built first."""
     check_agents(names)
     chosen = [AgentConfig(name=name) for name in names]
     agents = [make_agent(each) for each in chosen]
@@ -195,8 +196,8 @@ async def install_agents(
 
 
 def combine(packs: Sequence[Path]) -> Path:
-    """A directory with the loader, the libraries and the tools of several packs, made once for each set of them.
-    It is in pier's home: the packs may be someone else's, shared by all users of a machine."""
+    """A directory with the loaders, libraries and tools of several packs, built once for each combination. It is in
+    pier's home, since the packs may belong to another user of the machine."""
     key = hashlib.sha256("\n".join(sorted(path.name for path in packs)).encode()).hexdigest()[:24]
     home = own_packs() / "combined"
     final = home / key
@@ -233,8 +234,8 @@ def _add(source: Path, target: Path) -> None:
 
 @dataclass(slots=True)
 class PlacedFiles:
-    """The agents' settings that pier wrote into a sandbox, by digest; `path` remembers them over a restart. One that
-    was changed inside since then stays as it is."""
+    """Writes the agents' settings to a sandbox, unless a file was changed there since pier wrote it. The digests of
+    written files are saved in `path`."""
 
     path: Path
     _digests: dict[str, str] = field(default_factory=dict)
@@ -263,7 +264,7 @@ def _digest(data: bytes) -> str:
 
 
 async def add_skills(sandbox: Sandbox, agent: Agent, run: AgentRun, skills: Sequence[Path]) -> None:
-    """Put the task's skills and those of the user where the agent looks for them."""
+    """Copy the task's and the user's skills to the agent's directory of skills."""
     target = agent.skills_into(run) if isinstance(agent, PackedAgent) else None
     if target is None:
         if run.skills_dir or skills:
@@ -279,7 +280,6 @@ async def add_skills(sandbox: Sandbox, agent: Agent, run: AgentRun, skills: Sequ
 
 
 async def add_programs(sandbox: Sandbox, launches: Mapping[str, Sequence[str]]) -> None:
-    """Scripts for shells in the sandbox, one for each program that people type."""
+    """Write a start script for each program to the sandbox."""
     for program, argv in launches.items():
-        words = " ".join("'" + word.replace("'", "'\\''") + "'" for word in argv)
-        await sandbox.write_file(f"{BIN}/{program}", f'#!/bin/sh\nexec {words} "$@"\n', mode=0o755)
+        await sandbox.write_file(f"{BIN}/{program}", f'#!/bin/sh\nexec {shlex.join(argv)} "$@"\n', mode=0o755)

@@ -1,11 +1,11 @@
-"""Commands in the background (`pier exec -d`), in a sandbox or on this machine.
+"""Background commands (`pier exec -d`), in a sandbox or on this machine.
 
-Each is a process group of this machine: the command itself in host mode, else a `pier exec` that runs it inside.
-It holds a lock on its log as long as it lives, and its shell writes how it ended.
+Each is a process group on this machine: the command itself in host mode, else a `pier exec` that runs it in a sandbox.
+The group holds a lock on its log while it lives, and its shell writes the exit code.
 
-    .pier/background/<number>/info.json     the command, and when it began
-    .pier/background/<number>/output.log    what it printed
-    .pier/background/<number>/exit-code     how it ended
+    .pier/background/<number>/info.json     the command and its start time
+    .pier/background/<number>/output.log    its output
+    .pier/background/<number>/exit-code     its exit code
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GRACE = 10.0
 
 
 class BackgroundCommand(BaseModel):
-    """A command in the background. `exit_code` is None while it runs; `lost`: its end was not seen."""
+    """A background command. `exit_code` is None while it runs, and if it is `lost`: it ended without an exit code."""
 
     id: str
     command: list[str]
@@ -55,13 +55,13 @@ class BackgroundCommand(BaseModel):
 
 
 def start(workspace: Workspace, command: Sequence[str], env: Mapping[str, str]) -> str:
-    """Start a command here; its id. `env` has its variables in host mode."""
+    """Start a command and return its id. `env` are its variables in host mode."""
     if not workspace.is_host:
         connect(workspace).close()
     elif shutil.which(command[0], path=env.get("PATH")) is None:
         raise _not_started(f"{command[0]}: not found")
     directory = _new_directory(workspace)
-    # -P: the command's directory may hold modules that an agent wrote.
+    # -P: the working directory may contain modules written by an agent.
     client = [sys.executable, "-P", "-m", "pier.cli.workspace_exec", str(workspace.root), str(directory / LOG)]
     script = ["/bin/sh", "-c", _SCRIPT, str(directory), *([] if workspace.is_host else client), *command]
     with (directory / LOG).open("ab") as log:
@@ -76,29 +76,29 @@ def start(workspace: Workspace, command: Sequence[str], env: Mapping[str, str]) 
         _check_start(process, directory)
     info = BackgroundCommand(id=directory.name, command=list(command), started_at=began, pid=process.pid)
     write_json(directory / INFO, info.model_dump(mode="json"), durable=False)
-    process.returncode = 0  # it is meant to outlive this process
+    process.returncode = 0  # the command outlives this process: suppress the ResourceWarning
     return info.id
 
 
 def _check_start(process: subprocess.Popen[bytes], directory: Path) -> None:
-    """Raise what the log says if the command did not start. The client writes a line when it did, as its output goes to
-    the log."""
+    """Raise the error from the log if the command did not start. The client prints one line once it has; all other
+    output goes to the log."""
     assert process.stdout is not None
     with process.stdout:
         if process.stdout.readline():
             return
     process.wait()
-    said = (directory / LOG).read_text(errors="replace").strip().removeprefix("pier: ")
+    reason = (directory / LOG).read_text(errors="replace").strip().removeprefix("pier: ")
     shutil.rmtree(directory)
-    raise _not_started(said)
+    raise _not_started(reason)
 
 
-def _not_started(said: str) -> WorkspaceError:
-    return WorkspaceError(f"the command did not start: {said}", code="not-started")
+def _not_started(reason: str) -> WorkspaceError:
+    return WorkspaceError(f"the command did not start: {reason}", code="not-started")
 
 
 def _new_directory(workspace: Workspace) -> Path:
-    """A directory with the next number."""
+    """Make the directory with the next free number."""
     home = workspace.background
     home.mkdir(parents=True, exist_ok=True)
     while True:
@@ -113,7 +113,7 @@ def _numbers(home: Path) -> list[int]:
 
 
 def find(workspace: Workspace, id: str) -> Path:
-    """The directory of a command in the background."""
+    """The directory of a background command."""
     directory = workspace.background / id
     if not id.isdecimal() or not directory.is_dir():
         raise WorkspaceError(f"unknown background command {id!r}", hint="pier exec --list", code="no-command")
@@ -121,9 +121,9 @@ def find(workspace: Workspace, id: str) -> Path:
 
 
 def list_all(workspace: Workspace) -> list[BackgroundCommand]:
-    """All commands in the background, oldest first."""
-    places = [workspace.background / str(number) for number in _numbers(workspace.background)]
-    return [info for place in places if (info := _read(place)) is not None]
+    """All background commands, oldest first."""
+    home = workspace.background
+    return [info for number in _numbers(home) if (info := _read(home / str(number))) is not None]
 
 
 def _read(directory: Path) -> BackgroundCommand | None:
@@ -131,7 +131,7 @@ def _read(directory: Path) -> BackgroundCommand | None:
         info = BackgroundCommand.model_validate_json((directory / INFO).read_bytes())
     except (OSError, ValidationError):
         return None
-    is_alive = _is_alive(directory)  # before the exit code is read, which is written before the lock is gone
+    is_alive = _is_alive(directory)  # checked first: the exit code is written before the lock is released
     info.exit_code = _exit_code(directory)
     if info.exit_code is not None:
         with contextlib.suppress(FileNotFoundError):
@@ -141,7 +141,7 @@ def _read(directory: Path) -> BackgroundCommand | None:
 
 
 def _exit_code(directory: Path) -> int | None:
-    """How a command ended; None while it runs, and if its shell was killed."""
+    """The exit code of a command; None while it runs, and if its shell was killed."""
     with contextlib.suppress(OSError, ValueError):
         return int((directory / _CODE).read_text())
     return None
@@ -158,7 +158,7 @@ def _is_alive(directory: Path) -> bool:
 
 
 def stop(workspace: Workspace, id: str) -> None:
-    """End a command and all that it started: first by asking, then by force."""
+    """Stop a command and its process group: with SIGTERM, then with SIGKILL."""
     directory = find(workspace, id)
     info = _read(directory)
     if info is None or info.pid is None or info.state != "running":
@@ -173,12 +173,12 @@ def stop(workspace: Workspace, id: str) -> None:
         deadline = time.monotonic() + _GRACE
         while _is_alive(directory) and time.monotonic() < deadline:
             time.sleep(0.02)
-    # Also if the lock is still held, by a process that left the group: another group may get this number.
+    # Even if a process that left the group still holds the lock: the number of the group may be reused.
     if code and not (directory / _CODE).exists():
         write(directory / _CODE, f"{code}\n", durable=False)
 
 
 def stop_all(workspace: Workspace) -> None:
-    """End all commands in the background."""
+    """Stop all background commands."""
     for info in list_all(workspace):
         stop(workspace, info.id)

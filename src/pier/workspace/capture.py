@@ -1,8 +1,8 @@
-"""Takes the trajectory of an agent's session into a trial directory.
+"""Saves the trajectory of an agent's session in a trial directory.
 
-A session that pier recorded is taken from the recording of its model calls; the agent's own log is kept with it. A
-session without a recording is taken from that log alone. Sessions are those of a workspace, of a directory of this
-machine (the agents' usual places are searched by working directory), or of any directory that holds logs.
+The trajectory of a session that pier recorded is derived from the recording of its model calls, and the agent's session
+log is copied. Without a recording the trajectory is converted from the log. The session is one of a workspace, of a
+working directory on this machine (found in the agents' log directories), or of any directory with logs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pier.secret import secret_values
 from pier.trajectory.derive import write_trajectory
 from pier.trajectory.model import read
 from pier.trajectory.native.convert import convert, find_sessions
-from pier.tree import FAULTS, Tree, TreeError
+from pier.tree import FAULTS, Entry, Tree, TreeError
 from pier.trial.bounded import call_bounded
 from pier.trial.result import AgentInfo, AgentResult, ModelInfo, PierInfo, TimingInfo, TrialResult, judge_as_harbor
 from pier.trial.trajectory import summary_usage, usage_in
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
     from pier.workspace.workspace import Workspace, WorkspaceSession
 
 _LATE = 10.0
-"""Seconds after the end of a session in which its log may still be written."""
+"""Seconds after the end of a session until its log is complete."""
 _MOST = 1 << 30
-"""Bytes of logs that are taken out of a sandbox's reach."""
+"""Maximum size of the logs copied out of a sandbox's directory."""
 _CHUNK = 1 << 20
 _LOGS = (".jsonl", ".json")
-"""Logs of one session each. A database holds those of others too, so it is not kept."""
+"""Suffixes of logs with a single session. A database may contain other sessions too, so it is not copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedSession:
-    """A session whose trajectory was written. `source` says where that came from."""
+    """A session whose trajectory was written. `source` is `recording` or the path of the log."""
 
     agent: str
     version: str
@@ -84,8 +84,8 @@ def capture_session(
     environ: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> CapturedSession | None:
-    """Write the trajectory of a session into `logs`, the `agent` directory of a trial: the newest, or the one named by
-    `session`. None if there is none. `directory` is where the user's own agents worked; else it is the workspace."""
+    """Write the trajectory of the session with id `session`, else of the newest, to `logs`, the `agent` directory of a
+    trial. None if there is no session. `directory` is the working directory of agents outside of workspaces."""
     found: CapturedSession | None = None
     if session_dir is not None:
         found = _from_directory(session_dir, logs, agent, session)
@@ -101,7 +101,7 @@ def capture_session(
 
 
 def _from_directory(place: Path, logs: Path, agent: str | None, session: str | None) -> CapturedSession:
-    """A session of any directory: a recording that pier made, or logs of an agent."""
+    """A session in any directory: a recording of pier, or logs of an agent."""
     if not place.exists():
         raise UsageError(f"{place}: no such file or directory", hint="pier capture --session-dir DIR -a AGENT")
     recording = place / RECORDING if place.is_dir() else place
@@ -125,33 +125,32 @@ def _from_workspace(workspace: Workspace, logs: Path, agent: str | None, session
 
 
 def take_logs(home: Path, below: str, target: Path, since: float = 0.0) -> Path:
-    """Copy logs that a sandbox can write to out to `target`: those below a path that were written to `since` then. No
-    link is followed, and what is too large is left out, so what reads the copy reads nothing else."""
+    """Copy the logs below a path of `home`, which a sandbox can write to, to `target`: those modified at or after
+    `since`. No link is followed and oversized logs are skipped, so that readers of the copy are safe from both."""
     target.mkdir()
     if not home.is_dir():
         return target
-    left = _MOST
+    left, below = _MOST, "" if below == "." else below
     with Tree(home) as tree, suppress(FileNotFoundError, NotADirectoryError, TreeError):
-        top = tree.find(below) if below != "." else None
-        alone = below != "." and (top is None or top.kind != "directory")
-        for entry in [top] if alone else tree.entries("" if below == "." else below):
-            if entry is not None and entry.kind == "file" and entry.size <= left:
+        top = tree.find(below) if below else Entry("", "directory")
+        for entry in () if top is None else tree.entries(below) if top.kind == "directory" else (top,):
+            if entry.kind == "file" and entry.size <= left:
                 left -= _take_log(tree, entry.path, target / entry.path, since, left)
     return target
 
 
 def _take_log(tree: Tree, path: str, target: Path, since: float, most: int) -> int:
-    """Copy one log with its time; how many bytes that were. It may grow or shrink meanwhile."""
+    """Copy one log and its modification time; its size, or 0 if it was skipped. The log may change at the same time."""
     with suppress(FileNotFoundError, TreeError), tree.open(path) as stream:
-        found = os.fstat(stream.fileno())
-        if since <= found.st_mtime and found.st_size <= most:
+        status = os.fstat(stream.fileno())
+        if since <= status.st_mtime and status.st_size <= most:
             target.parent.mkdir(parents=True, exist_ok=True)
-            left = found.st_size
+            left = status.st_size
             with target.open("wb") as out:
                 while data := stream.read(min(_CHUNK, left)):
                     left -= out.write(data)
-            os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
-            return found.st_size
+            os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+            return status.st_size
     return 0
 
 
@@ -164,13 +163,13 @@ def _from_copy(
     begin = info.started_at.timestamp()
     end = info.ended_at.timestamp() + _LATE if info.ended_at else float("inf")
     written = [log for log in _logs_at(place, info.agent) if begin <= _modified(log) <= end]
-    own = min(written, key=_modified, default=None)  # the first that was written to while it ran
+    first = min(written, key=_modified, default=None)  # the first log modified during the session
     if recorded.recording.is_file():
         found = _derive(recorded.recording, logs, info.agent, info.version, info.model, info.id)
-    if found is not None and own is not None:
-        _keep_log(own, logs)
-    elif own is not None:
-        found = _from_log(own, logs)
+    if found is not None and first is not None:
+        _keep_log(first, logs)
+    elif first is not None:
+        found = _from_log(first, logs)
     if found is None:
         return None
     if recorded.cast.is_file():
@@ -185,7 +184,7 @@ def _modified(log: SessionLog) -> float:
 
 
 def _newest(sessions: list[SessionLog], logs: Path, session: str | None) -> CapturedSession | None:
-    newest = max((log for log in sessions if _fits(log, session)), key=_modified, default=None)
+    newest = max((log for log in sessions if _matches(log, session)), key=_modified, default=None)
     return _from_log(newest, logs) if newest else None
 
 
@@ -204,12 +203,12 @@ def _from_host(
             hint=f"pier capture --session-dir DIR -a {agent}",
             code="no-session",
         )
-    sessions = [found for found in find_host_sessions(place, agent, environ) if _fits(found.log, session)]
+    sessions = [found for found in find_host_sessions(place, agent, environ) if _matches(found.log, session)]
     return _from_log(sessions[0].log, logs) if sessions else None
 
 
-def _fits(log: SessionLog, session: str | None) -> bool:
-    """Whether a session has this id, or one that begins so, or a log whose name has it."""
+def _matches(log: SessionLog, session: str | None) -> bool:
+    """Whether `session` is a prefix of the session's id, or part of its log's file name."""
     return session is None or log.id.startswith(session) or session in log.path.name
 
 
@@ -231,7 +230,7 @@ def _derive(
 
 
 def _from_log(log: SessionLog, logs: Path) -> CapturedSession:
-    """The trajectory of an agent's own log, which is kept with it."""
+    """Convert an agent's log to a trajectory, and copy the log."""
     logs.mkdir(parents=True, exist_ok=True)
     convert(log, logs / TRAJECTORY)
     _keep_log(log, logs)
@@ -242,7 +241,7 @@ def _from_log(log: SessionLog, logs: Path) -> CapturedSession:
 
 
 def _keep_log(log: SessionLog, logs: Path) -> None:
-    """Copy the log of a session and those of its sub-agents, in the places they have to each other."""
+    """Copy the logs of a session and its sub-agents, with their relative paths."""
     top = log.path.parent
     for each in (log, *log.children):
         if each.path.suffix not in _LOGS:
@@ -252,7 +251,7 @@ def _keep_log(log: SessionLog, logs: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a regular file, which its writer may still append to."""
+    """Copy a regular file, which may still be growing."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with Tree(source.parent) as tree, tree.open(source.name) as stream, target.open("wb") as out:
         shutil.copyfileobj(stream, out)
@@ -260,17 +259,14 @@ def _copy(source: Path, target: Path) -> None:
 
 def _times(stamps: list[str | None]) -> tuple[datetime | None, datetime | None]:
     known = [stamp for stamp in stamps if stamp]
-    if not known:
-        return None, None
-    try:
+    with suppress(ValueError, IndexError):
         return datetime.fromisoformat(known[0]), datetime.fromisoformat(known[-1])
-    except ValueError:
-        return None, None
+    return None, None
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A captured session and the trial directory that it was written to."""
+    """A captured session and its trial directory."""
 
     directory: Path
     session: CapturedSession
@@ -286,8 +282,8 @@ def capture(
     environ: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> Capture:
-    """Save a session as a trial without a verdict: in the workspace's `.pier/trials`, in that of the working directory,
-    or in `output`. What could not be saved whole is removed again."""
+    """Save a session as a trial without a verdict, in `output`, else in `.pier/trials` of the workspace or the working
+    directory. An incomplete trial is removed."""
     env = os.environ if environ is None else environ
     root = workspace.root if workspace else (directory or Path.cwd())
     home = output or root / PIER / "trials"
@@ -316,11 +312,10 @@ def capture(
             with suppress(OSError):
                 parent.rmdir()
         if isinstance(error, MemoryError):
-            words = f"cannot capture the session: to read its recording or log, {error}"
-            raise RecordingTooLarge(words) from None
+            raise RecordingTooLarge(f"cannot capture the session: to read its recording or log, {error}") from None
         if isinstance(error, OSError | TreeError) and getattr(error, "errno", None) in FAULTS:
-            words = f"the session could not be saved to {target}: {error}"
-            raise StorageError(words, hint="free some space, then pier capture again") from error
+            text = f"the session could not be saved to {target}: {error}"
+            raise StorageError(text, hint="free some space, then pier capture again") from error
         if isinstance(error, UsageError) and place is not None and session_dir is not None:
             error.message = error.message.replace(str(place.resolve()), session_dir)
         raise
@@ -330,15 +325,16 @@ def capture(
 def nothing_found(workspace: Workspace | None, root: Path, agent: str | None, session: str | None) -> UsageError:
     which = (f" {session!r}" if session else "") + (f" of {agent}" if agent else "")
     if workspace is not None and not workspace.is_host:
-        words, hint = f"no session{which} was recorded in {root}", "pier exec claude starts one"
+        text, hint = f"no session{which} was recorded in {root}", "pier exec claude starts one"
     else:
-        words = f"no session{which} was found for {root}; searched the logs of {agent or ', '.join(FINDERS)}"
+        text = f"no session{which} was found for {root}; searched the logs of {agent or ', '.join(FINDERS)}"
         hint = "pier capture --session-dir DIR -a AGENT"
-    return UsageError(words, hint=hint, code="no-session")
+    return UsageError(text, hint=hint, code="no-session")
 
 
 def session_place(workspace: Workspace | None, path: str, scratch: Path) -> Path:
-    """Where the logs are on this machine. In a workspace with a sandbox a path is one inside of it."""
+    """The directory of session logs on this machine. In a workspace with a sandbox `path` is a path in the sandbox, and
+    the logs are copied to `scratch`."""
     if workspace is None or workspace.is_host:
         return Path(path).expanduser()
     if path == AGENT_LOGS or path.startswith(f"{AGENT_LOGS}/"):
@@ -348,12 +344,12 @@ def session_place(workspace: Workspace | None, path: str, scratch: Path) -> Path
         return take_logs(workspace.agent_logs, below, scratch) / below
     fetch(workspace, path, scratch)
     if scratch.is_symlink():
-        raise UsageError(f"{path} is a link in the sandbox: name where it leads", code="no-session")
+        raise UsageError(f"{path} is a link in the sandbox: use its target instead", code="no-session")
     return scratch
 
 
 def known_secrets(environ: Mapping[str, str], workspace: Workspace | None) -> list[str]:
-    """The tokens of the user's own logins, which an agent on this machine could read, and the workspace's secrets."""
+    """The workspace's secrets and the tokens of the user's logins, which an agent on this machine could read."""
     from pier.gateway.login import LoginRefused
     from pier.gateway.logins import LOGINS, find_login
 
@@ -369,7 +365,7 @@ def known_secrets(environ: Mapping[str, str], workspace: Workspace | None) -> li
 
 
 def _seal(target: Path, found: CapturedSession, workspace: Workspace | None, root: Path, redactor: Redactor) -> None:
-    """Write the files that make a trial of it."""
+    """Write the trial's `config.json` and `result.json`."""
     from pier.trial.record import TrialRecord
 
     name, digest, reference = _task(workspace, root)
@@ -398,7 +394,7 @@ def _seal(target: Path, found: CapturedSession, workspace: Workspace | None, roo
 
 
 def _task(workspace: Workspace | None, root: Path) -> tuple[str, str, dict[str, str]]:
-    """Name, digest and reference of the task that was worked on; the directory stands for a task that is unknown."""
+    """Name, digest and reference of the workspace's task; those of the directory if there is none."""
     path = workspace.config.task_path if workspace else None
     if path is not None:
         from pier.task import load_task

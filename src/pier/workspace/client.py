@@ -1,8 +1,8 @@
-"""The client side of a workspace's supervisor: finds the workspace around here, starts a supervisor and asks it.
+"""The client of a workspace's supervisor: finds the enclosing workspace, launches a supervisor, and sends requests.
 
-The supervisor listens in the workspace's part of pier's home, for this user alone. A request is one frame of JSON
-(`pier.frames`), followed by frames in both directions until `EXIT` or `ERROR`. This module imports next to nothing: a
-command in a running workspace must not wait for Python.
+The supervisor listens on a socket in the workspace's local state, which only this user may enter. A request is one
+frame of JSON (`pier.frames`), followed by frames in both directions until `EXIT` or `ERROR`. To keep `pier exec` fast,
+this module imports almost nothing.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ if TYPE_CHECKING:
 
 PIER, CONFIG, LINK = ".pier", "workspace.json", "link.json"
 GONE = "gone"
-"""Marks a workspace whose missing directory was reported."""
+"""File that marks a workspace whose missing directory was reported."""
 LOG = "supervisor.log"
 HELD = 3
-"""The exit code of a supervisor that found another one."""
+"""The exit code of a supervisor that found another one running."""
 _SECONDS = 300.0
-"""How long a supervisor may take until it listens."""
+"""Timeout for a supervisor to listen."""
 _STATUS_SECONDS = 5.0
 _CHUNK = 1 << 16
 
 
 class WorkspacePlace:
-    """A workspace as far as a command must know it: its directory, its settings as they are on disk, and this
-    machine's part of it."""
+    """The minimal view of a workspace for fast commands: its directory, its raw settings and its local state."""
 
     __slots__ = ("config", "root", "state")
 
@@ -52,12 +51,12 @@ class WorkspacePlace:
 
     @property
     def is_linked(self) -> bool:
-        """Whether this machine's part belongs to this directory: not after a move, nor in a copy."""
+        """Whether the local state belongs to this directory: False after a move, and in a copy."""
         return linked(self.state) == self.root
 
 
 def find_root(start: str) -> str | None:
-    """The directory of the workspace that `start` lies in."""
+    """The directory of the workspace that contains `start`."""
     directory = os.path.realpath(start)
     while not os.path.isfile(f"{directory}/{PIER}/{CONFIG}"):
         if directory == (directory := os.path.dirname(directory)):
@@ -66,8 +65,8 @@ def find_root(start: str) -> str | None:
 
 
 def find_place(start: str = ".") -> WorkspacePlace | None:
-    """The workspace with a sandbox around `start`; None if there is none, or something about it is out of the ordinary,
-    so that the whole of pier must look at it."""
+    """The workspace around `start`, if it has a sandbox and its local state is in order; None in all cases that
+    `Workspace.find` must handle."""
     try:
         place = _read_place(find_root(start) or "/")
     except OSError:
@@ -87,7 +86,7 @@ def _read_place(root: str) -> WorkspacePlace | None:
 
 
 def linked(state: str) -> str | None:
-    """The directory that a part of pier's home belongs to."""
+    """The workspace directory that a local state belongs to."""
     try:
         with open(f"{state}/{LINK}", encoding="utf-8") as stream:
             return str(json.load(stream)["path"])
@@ -96,8 +95,8 @@ def linked(state: str) -> str | None:
 
 
 def list_places(on_dropped: Callable[[str], None] | None = None) -> list[WorkspacePlace]:
-    """All workspaces of this user on this machine, by their directories. One whose directory is gone is left out, and
-    reported once: it may have been moved, so its secrets are kept for the next start."""
+    """All workspaces of this user on this machine, sorted by directory. A workspace whose directory is missing is
+    skipped and reported once; its local state is kept, since the directory may have been moved."""
     home = f"{home_text()}/workspaces"
     found: list[WorkspacePlace] = []
     for id in sorted(os.listdir(home)) if os.path.isdir(home) else ():
@@ -120,7 +119,7 @@ def status_of(place: WorkspacePlace) -> dict[str, Any]:
     config = place.config
     try:
         status = call(place, {"op": "status"}, seconds=_STATUS_SECONDS) if not place.is_host else {}
-    except Exception:  # noqa: BLE001 - one that cannot be asked does not run
+    except Exception:  # noqa: BLE001 - a workspace that does not answer counts as stopped
         status = {}
     sandbox = status.get("sandbox")
     running = "running" if status.get("ready") else "starting" if status else "stopped"
@@ -148,7 +147,7 @@ def is_served(state: object) -> bool:
 
 
 def is_running(workspace: Workspace) -> bool:
-    """Whether this very directory is served by a supervisor. One that was moved while it ran is linked again."""
+    """Whether a supervisor serves this directory. If the directory was moved meanwhile, its link is updated."""
     if not is_served(workspace.state):
         return False
     if (origin := workspace.origin) == "moved":
@@ -176,7 +175,7 @@ def launch(workspace: Workspace) -> None:
         if process.poll() not in (None, HELD) or time.monotonic() > deadline:
             raise _failed(workspace)
         time.sleep(0.01)
-    process.returncode = 0  # it is meant to outlive this process, which must not warn about that
+    process.returncode = 0  # the supervisor outlives this process: suppress the ResourceWarning
 
 
 def _failed(workspace: Workspace) -> WorkspaceError:
@@ -215,8 +214,8 @@ def call(
     on_output: Callable[[bytes], None] | None = None,
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Ask the supervisor, and give its answer. Lines about long work and output of tests are passed on meanwhile. It is
-    a `TimeoutError` if nothing comes for `seconds`."""
+    """Send a request to the supervisor and return its answer. Progress lines and test output are passed on as they
+    arrive. `TimeoutError` if nothing arrives for `seconds`."""
     with connect(place) as sock:
         sock.settimeout(seconds)
         sock.sendall(frames.pack(frames.REQUEST, json.dumps(request).encode()))
@@ -236,21 +235,21 @@ def call(
 
 
 def fetch(workspace: Workspace, path: str, target: Path) -> None:
-    """Copy a file or directory of the running sandbox out to `target`, which must not exist."""
+    """Copy a file or directory of the running sandbox to `target`, which must not exist."""
     call(workspace, {"op": "fetch", "path": path, "target": str(target.absolute())})
 
 
 def ended() -> SandboxError:
-    """The error that the supervisor went away without an answer."""
+    """The error for a connection closed without an answer."""
     from pier.errors import SandboxError
 
     return SandboxError(
-        "the workspace's supervisor ended", hint="pier start brings the workspace back", code="supervisor_gone"
+        "the workspace's supervisor ended", hint="pier start restarts the workspace", code="supervisor_gone"
     )
 
 
 def error_of(payload: bytes) -> PierError:
-    """The error that a supervisor sent."""
+    """Decode an error from a supervisor."""
     from pier.errors import PierError
 
     fields = json.loads(payload)
@@ -258,6 +257,6 @@ def error_of(payload: bytes) -> PierError:
 
 
 def error_payload(error: PierError) -> bytes:
-    """An error as it is sent."""
+    """Encode an error for a client."""
     names = ("message", "code", "blame", "hint", "retryable")
     return json.dumps({name: getattr(error, name) for name in names}).encode()

@@ -1,6 +1,6 @@
-"""Commands in a workspace on the supervisor's side: passes their streams on, and keeps the terminals of agents.
+"""Runs commands in a workspace, in the supervisor: forwards their streams and records the terminals of agents.
 
-A terminal is kept as an asciinema cast (version 2): output and changes of size with their times, no input.
+A terminal is recorded as an asciinema cast (version 2): output and resizes with their times, no input.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pier.workspace.live import CommandOrder, LiveWorkspace
 from pier.workspace.workspace import CAST
 
 LIMIT = 64 * 1024 * 1024
-"""How many bytes of a terminal are kept."""
+"""Maximum size of the output in a terminal recording."""
 
 
 class CastWriter:
-    """Appends to a cast while the terminal is used. A disk that is full ends the cast, not the command: `fault` says
-    why."""
+    """Appends to a cast while the terminal is used. A write error, kept in `fault`, ends the cast but not the
+    command."""
 
     def __init__(self, path: Path, size: tuple[int, int], term: str, redactor: Redactor) -> None:
         self.fault: OSError | None = None
@@ -45,11 +45,11 @@ class CastWriter:
         self._append(json.dumps({**head, "env": {"TERM": term, "SHELL": "/bin/sh"}}))
 
     def output(self, data: bytes) -> None:
-        """Add what the command printed."""
+        """Add output of the command."""
         self._event("o", self._decoder.decode(self._redactor.feed(data) if self._redactor else data))
 
     def resize(self, rows: int, columns: int) -> None:
-        """Add a change of the terminal's size."""
+        """Add a resize of the terminal."""
         self._event("r", f"{columns}x{rows}")
 
     def close(self) -> None:
@@ -76,8 +76,8 @@ _NOT_FOUND = 127
 async def run_command(
     live: LiveWorkspace, request: Mapping[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> dict[str, Any]:
-    """Run a command for a client; when the client goes, so does the command. Its output goes to the client, or to the
-    log that the request names."""
+    """Run a command for a client, until either ends. Its output goes to the client, or to the log named by the
+    request."""
     order = CommandOrder(
         tuple(request["argv"]), str(request.get("cwd") or ""), request.get("env") or {}, bool(request.get("tty"))
     )
@@ -87,7 +87,7 @@ async def run_command(
         with OutputFile(Path(log) if log else None, live.redactor) as logged:
             cast = CastWriter(kept.directory / CAST, size, order.env.get("TERM", ""), live.redactor) if kept else None
 
-            async def hand_on(stream: Stream, data: bytes) -> None:
+            async def forward(stream: Stream, data: bytes) -> None:
                 if cast is not None:
                     cast.output(data if order.tty else data.replace(b"\n", b"\r\n"))
                 if log:
@@ -98,7 +98,7 @@ async def run_command(
 
             code: int | None = None
             try:
-                process = await live.spawn(order, endpoint, hand_on)
+                process = await live.spawn(order, endpoint, forward)
                 if log and process.has_begun:
                     writer.write(frames.pack(frames.STDOUT, b"started\n"))
                 on_resize = cast.resize if cast is not None else None
@@ -115,5 +115,5 @@ async def run_command(
     await live.adopt()
     agent = recognise(order.argv[0])
     missing = code == _NOT_FOUND and agent not in live.workspace.config.agents
-    notes = [f"cannot keep the terminal: {cast.fault}"] if cast is not None and cast.fault else []
+    notes = [f"cannot record the terminal: {cast.fault}"] if cast is not None and cast.fault else []
     return {"exit_code": code, "missing": agent if missing else None, "notes": notes}

@@ -1,7 +1,7 @@
-"""The changes in a workspace since it was started: the files it began with, compared with those it has now.
+"""The changes in a workspace since its first start: its initial files compared with the current ones.
 
-`.pier/seed/files.json` lists every file with its digest; those that are small enough are kept whole, for a diff of
-their lines. No link is followed, since what runs in the sandbox may have made it.
+`.pier/seed/files.json` lists every initial file with its digest; copies of small files allow a diff of their lines. No
+link is followed, since the sandbox may have created it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pier.workspace.workspace import PIER, TASK, Workspace, new_directory
 
 SEED, INDEX, FILES = "seed", "files.json", "files"
 _KEPT = 1 << 20
-"""Larger files are compared by their digests alone."""
+"""Larger files are compared by digest only."""
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class FileChange:
-    """One path that differs. `diff` is of the lines, for text that is not too large."""
+    """One path that differs. `diff` is a unified diff, for text of moderate size."""
 
     path: str
     kind: Literal["added", "changed", "removed"]
@@ -38,7 +38,7 @@ class FileChange:
 
 
 def keep_seed(workspace: Workspace, source: Path | None = None) -> None:
-    """Note what is in the workspace's directory (or in `source`) now."""
+    """Record the current files of the workspace's directory, or of `source`."""
     seed = workspace.pier / SEED
     if seed.exists():
         remove(str(seed))
@@ -53,13 +53,13 @@ def keep_seed(workspace: Workspace, source: Path | None = None) -> None:
 
 
 def changes_since_start(workspace: Workspace, source: Path | None = None) -> list[FileChange]:
-    """The differences from the seed, by path."""
+    """The differences from the recorded initial files, sorted by path."""
     seed = workspace.pier / SEED
     try:
         known: dict[str, str] = json.loads((seed / INDEX).read_text())
     except (OSError, ValueError) as error:
         raise WorkspaceError(
-            f"cannot compare {workspace.root}: what it began with is not kept: {error}", code="no-seed"
+            f"cannot compare {workspace.root}: its initial files were not recorded: {error}", code="no-seed"
         ) from error
     found: list[FileChange] = []
     present: set[str] = set()
@@ -78,7 +78,7 @@ def changes_since_start(workspace: Workspace, source: Path | None = None) -> lis
 
 
 def content(tree: Tree) -> Iterator[Entry]:
-    """All but the directories, without the workspace's own parts."""
+    """All entries except directories and the workspace's `PIER` and `TASK`."""
     for top in tree.listed():
         if top.path in (PIER, TASK):
             continue
@@ -91,7 +91,7 @@ def _marked(tree: Tree) -> Iterator[tuple[Entry, str]]:
 
 
 def _mark(tree: Tree, entry: Entry) -> str | None:
-    """What a file is, in one word; None for what is neither a file nor a link, or is gone meanwhile."""
+    """A fingerprint of a file or link; None for other entries, and for files that have disappeared."""
     try:
         if entry.kind == "link":
             return f"link {entry.leads}"
@@ -101,10 +101,10 @@ def _mark(tree: Tree, entry: Entry) -> str | None:
         with tree.open(entry.path) as stream:
             while chunk := stream.read(_CHUNK):
                 digest.update(chunk)
-            runs = os.fstat(stream.fileno()).st_mode & 0o111
+            is_executable = os.fstat(stream.fileno()).st_mode & 0o111
     except (OSError, TreeError):
         return None
-    return f"{'x' if runs else 'f'} {digest.hexdigest()}"
+    return f"{'x' if is_executable else 'f'} {digest.hexdigest()}"
 
 
 def _name(path: str) -> str:
@@ -125,7 +125,7 @@ def _lines(path: str, before: bytes | None, after: bytes | None) -> str:
 
 
 def workspace_changes(workspace: Workspace) -> list[FileChange]:
-    """The changes in the workspace's directory since the start, wherever its files are now."""
+    """The changes of the workspace's files since the first start, in its directory or its sandbox."""
     if workspace.config.mounted or not is_running(workspace):
         return changes_since_start(workspace)
     scratch = new_directory(workspace.pier / "incoming")
@@ -137,7 +137,7 @@ def workspace_changes(workspace: Workspace) -> list[FileChange]:
 
 
 def outside_changes(workspace: Workspace) -> list[dict[str, str]]:
-    """The changes elsewhere in the sandbox since it was started; none if it does not run."""
+    """The changes elsewhere in the sandbox since it was started; none if it is not running."""
     if workspace.is_host or not is_running(workspace):
         return []
     return call(workspace, {"op": "outside"})["changes"]

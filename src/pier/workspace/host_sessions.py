@@ -1,6 +1,6 @@
-"""Sessions of agents that a user ran on this machine, found where the agents keep their logs, by working directory.
+"""Finds agent sessions on this machine by working directory, in the agents' log directories.
 
-A session belongs to a directory if the agent was started there or below. Logs are read by `pier.trajectory.native`.
+A session belongs to a directory if the agent was started in it or below. `pier.trajectory.native` reads the logs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pier.trajectory.native.lines import ClaudeCodeReader, CodexReader
 from pier.tree import Tree, TreeError
 
 _HEAD = 50
-"""Lines of a log in which its working directory must stand."""
+"""Number of lines at the start of a log that are searched for its working directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostSession:
-    """One session. `modified` is when its log was last written, in seconds."""
+    """One session. `modified` is the modification time of its log, in seconds."""
 
     log: SessionLog
     modified: float
@@ -36,7 +36,7 @@ class HostSession:
 def find_host_sessions(
     directory: Path, agent: str | None = None, environ: Mapping[str, str] | None = None
 ) -> list[HostSession]:
-    """The sessions in a directory, of one agent or of any that is known, newest first."""
+    """The sessions of one agent, or of all in `FINDERS`, in a directory, newest first."""
     env = os.environ if environ is None else environ
     root = directory.resolve()
     found: list[HostSession] = []
@@ -97,7 +97,7 @@ FINDERS: dict[str, Callable[[Path, Mapping[str, str]], Iterator[HostSession]]] =
     "gemini-cli": _gemini,
     "opencode": _opencode,
 }
-"""The agents whose sessions are found by working directory."""
+"""The supported agents."""
 
 
 def _home(env: Mapping[str, str], variable: str, default: str) -> Path:
@@ -106,7 +106,7 @@ def _home(env: Mapping[str, str], variable: str, default: str) -> Path:
 
 
 def _first(path: Path, key: str) -> object:
-    """The first value of a key in a log."""
+    """The first value of a key in the first `_HEAD` lines of a log."""
     rows = itertools.islice(records(path), _HEAD)
     return next((row[key] for row in rows if key in row), None)
 

@@ -1,8 +1,8 @@
 """A running workspace: its sandbox, its gateway, and the commands that people run in it.
 
-The workspace's directory is mounted at the image's working directory, so that both sides see every edit at once. Files
-made inside belong to the directory's owner: commands run as the user inside that stands for the owner where there is
-one, else as root, and files are given to the owner when a command ends.
+The workspace's directory is mounted at the image's working directory, so edits are visible on both sides at once. Files
+created inside belong to the directory's owner: commands run as the sandbox user that maps to the owner if there is one,
+else as root, and the files are given to the owner after each command.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from pier.gateway.session import Session
 
 DEFAULT_WORKDIR = "/app"
-"""Where the directory is mounted if the image names no working directory, or the root."""
+"""Mount point of the directory if the image's working directory is missing or `/`."""
 _PROBE = ".pier-owner"
 _ADOPT = 'find "$1" -xdev ! -path "$1/.pier" ! -user "$2" -exec chown -h "$2:$3" {} +'
 _SAFE_GIT = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
@@ -67,7 +67,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class SandboxUser:
-    """The user that commands run as. `user` None is the image's own; `adopt` gives files to the owner afterwards."""
+    """The user that commands run as; None is the image's user. `adopt` is the owner (uid, gid) to give files to."""
 
     user: str | None
     home: str
@@ -76,7 +76,7 @@ class SandboxUser:
 
 @dataclass(frozen=True, slots=True)
 class CommandOrder:
-    """A command that a client wants run. `cwd` is below the workspace's directory."""
+    """A command requested by a client. `cwd` is relative to the workspace's directory."""
 
     argv: tuple[str, ...]
     cwd: str = ""
@@ -98,21 +98,21 @@ class LiveWorkspace:
     redactor: Redactor
     placed: PlacedFiles
     shell: Session | None = None
-    """The gateway's session for commands that are not agents: someone may start one from a shell."""
+    """The gateway's session for other commands, since an agent may be started from a shell."""
 
     @property
     def sandbox(self) -> Sandbox:
         return self.environment.sandbox
 
     def agent_of(self, order: CommandOrder) -> InstalledAgent | None:
-        """The agent that a command starts: one of the workspace's, or the image's own."""
+        """The agent that a command starts: one of the workspace's, or one that the image may have."""
         name = recognise(order.argv[0])
-        known = next((one for one in self.agents if one.name == name), None)
+        known = next((each for each in self.agents if each.name == name), None)
         return known or (agent_of_image(name) if name else None)
 
     @asynccontextmanager
     async def session(self, order: CommandOrder) -> AsyncIterator[tuple[WorkspaceSession | None, Endpoint | None]]:
-        """Where the session of a command is recorded, if it starts an agent, and how it reaches its model."""
+        """Open a session for a command: its record, if the command starts an agent, and the endpoint of its model."""
         agent, config = self.agent_of(order), self.workspace.config
         if agent is None:
             yield None, endpoint_of(self.shell)
@@ -134,7 +134,7 @@ class LiveWorkspace:
                     await self._place([agent], endpoint_of(self.shell))
 
     def open_session(self, recording: Path | None = None) -> Session:
-        """A session at the gateway for one command or for all shells."""
+        """Open a session at the gateway, for one command or for all shells."""
         closed = self.environment.network.mode != "public"
         model = self.workspace.config.model
         return self.gateway.session(model, recording=recording, closed_book=closed, redactor=self.redactor)
@@ -171,15 +171,15 @@ class LiveWorkspace:
         return replace(run, endpoint=endpoint, seconds=None, warn=self.environment.record.warn)
 
     def command_env(self, endpoint: Endpoint | None, agent: InstalledAgent | None) -> dict[str, str]:
-        """The variables of a command: those of every agent, so that one can be started from a shell too, and last
-        those of the agent that it starts."""
+        """The variables of a command: those of all agents, which may be started from a shell, and last those of the
+        agent that the command starts."""
         spec = self.sandbox.spec
         path = spec.env.get("PATH") or spec.image.config.env.get("PATH") or DEFAULT_PATH
         env = {"HOME": self.identity.home, "TASK_WORKSPACE": self.environment.workdir, **LOG_HOMES}
         if self.identity.adopt:
             env |= _SAFE_GIT
-        for one in (*self.agents, *([agent] if agent else [])):
-            env |= self.launch_of(one, endpoint).env
+        for each in (*self.agents, *([agent] if agent else [])):
+            env |= self.launch_of(each, endpoint).env
         env |= self.env
         tools = f":{PACK_PATH}/tools" if self.agents else ""
         env["PATH"] = f"{BIN}:{env.get('PATH', path)}{tools}"
@@ -191,19 +191,19 @@ class LiveWorkspace:
             await self.placed.place(self.sandbox, launch.files, (self.identity.home, AGENT_LOGS))
 
     async def set_up_agents(self) -> None:
-        """Put the settings, skills and programs of all agents into the sandbox."""
+        """Write the settings, skills and programs of all agents to the sandbox."""
         endpoint = endpoint_of(self.shell)
         await make_folders(self.sandbox, dict.fromkeys(LOG_HOMES.values(), 0o777))
         await self._place(self.agents, endpoint)
         programs: dict[str, Sequence[str]] = {}
         for installed in self.agents:
             await add_skills(self.sandbox, installed.agent, self.run_of(installed, None), self.workspace.config.skills)
-            await self._keep_logs(installed)
+            await self._link_logs(installed)
             programs |= dict.fromkeys(installed.programs, self.launch_of(installed, endpoint).argv)
         await add_programs(self.sandbox, programs)
 
-    async def _keep_logs(self, installed: InstalledAgent) -> None:
-        """Session logs that no variable moves to the kept directory get there by a link."""
+    async def _link_logs(self, installed: InstalledAgent) -> None:
+        """Link an agent's log directories to `AGENT_LOGS`, if no variable can move them there."""
         for source, target in getattr(installed.agent, "logs", ()) if installed.name not in HOMES_IN_LOGS else ():
             place = f"{self.identity.home.rstrip('/')}/{source}"
             script = 'mkdir -p "$2" "${1%/*}" && { [ -e "$1" ] || ln -s "$2" "$1"; }'
@@ -211,7 +211,7 @@ class LiveWorkspace:
             await self.sandbox.exec(command, user=self.identity.user)
 
     async def adopt(self) -> None:
-        """Give what commands made in the mounted directories to their owner."""
+        """Give files that commands created in the mounted directories to their owner."""
         if self.identity.adopt is None:
             return
         uid, gid = map(str, self.identity.adopt)
@@ -222,7 +222,7 @@ class LiveWorkspace:
 
 
 def endpoint_of(session: Session | None) -> Endpoint | None:
-    """How a command reaches its model. Without a chosen model the agent's own choice counts."""
+    """The endpoint of a session; its model is empty if the user chose none, so that the agent's choice applies."""
     if session is None:
         return None
     endpoint = session.endpoint()
@@ -230,13 +230,13 @@ def endpoint_of(session: Session | None) -> Endpoint | None:
 
 
 def workspace_task(workspace: Workspace, *, verify: bool = False) -> Task:
-    """The workspace's task as it is on disk now; one with an empty instruction for a workspace of an image."""
+    """The workspace's task, loaded from disk; a task with an empty instruction if the workspace has only an image."""
     config = workspace.config
     if config.task_path is not None:
         if not config.task_path.is_dir():
             raise WorkspaceError(
                 f"the task {config.task_path} of this workspace is not there",
-                hint="bring it back, or start another workspace: pier start TASK -d DIR",
+                hint="restore it, or start another workspace: pier start TASK -d DIR",
                 code="task-gone",
             )
         git = config.git or {}
@@ -250,7 +250,7 @@ def workspace_task(workspace: Workspace, *, verify: bool = False) -> Task:
 
 
 def in_directory(task: Task, workdir: str) -> Task:
-    """`task` with a working directory that can be mounted."""
+    """`task` with another working directory."""
     table = task.config.environment.model_copy(update={"workdir": workdir})
     return replace(task, config=task.config.model_copy(update={"environment": table}))
 
@@ -258,7 +258,7 @@ def in_directory(task: Task, workdir: str) -> Task:
 async def prepare(
     workspace: Workspace, task: Task, services: TrialServices, record: TrialRecord, say: Say
 ) -> tuple[SandboxStarter, SandboxPlan, str]:
-    """How the workspace's sandbox is started, when its image is there, and where its directory is inside."""
+    """Get the image; the starter and the plan of the workspace's sandbox, and the path of its directory inside."""
     config = workspace.config
     keep = workspace.state / RUNNING
     choice = SandboxChoice(image=config.image, hidden=(workspace.pier,), keep=keep)
@@ -267,25 +267,25 @@ async def prepare(
     plan = agent_plan(task, choice, starter.environ)
     record.image = await starter.get_image(plan)
     workdir = task.config.environment.workdir or record.image.config.workdir or "/"
-    if workdir == "/":  # the image's own directory stays as it is, with its owner
+    if workdir == "/":
         workdir, task = DEFAULT_WORKDIR, in_directory(task, DEFAULT_WORKDIR)
     return replace(starter, task=task), replace(plan, table=task.config.environment), workdir
 
 
 async def _recover(workspace: Workspace, starter: SandboxStarter, plan: SandboxPlan, say: Say) -> None:
-    """Save what a sandbox held whose supervisor was killed, or did not manage to save it."""
+    """Save the changes of a previous sandbox whose supervisor was killed or could not save them."""
     mark, config, backend = workspace.state / RUNNING, workspace.config, starter.services.backend
     try:
         id = mark.read_text()
     except FileNotFoundError:
         return
     if config.seeded and config.workdir:
-        say("the workspace was not stopped: saving what its sandbox held")
+        say("the workspace was not stopped: saving the files of its sandbox")
         image = await starter.get_image(plan)
         if image.digest != config.image_digest:
             raise WorkspaceError(
-                "cannot save what the sandbox of this workspace held when it was not stopped: its image was different",
-                hint=f"start with the image it had (--image, or the task as it was); rm {mark} discards the files",
+                "the workspace was not stopped, and the files of its sandbox cannot be saved: its image was different",
+                hint=f"start with its old image (--image, or the unchanged task); rm {mark} discards the files",
                 code="not-recovered",
             )
         try:
@@ -295,31 +295,31 @@ async def _recover(workspace: Workspace, starter: SandboxStarter, plan: SandboxP
         except SAVE_FAILURES as error:
             if not isinstance(error, SandboxError) or error.code != "cannot_reopen":
                 raise WorkspaceError(
-                    f"cannot save what the sandbox of this workspace held when it was not stopped: {error}",
+                    f"the workspace was not stopped, and the files of its sandbox cannot be saved: {error}",
                     hint=f"pier start tries again; rm {mark} discards it",
                     code="not-recovered",
                     blame="infra",
                 ) from error
-            say(f"warning: what was only in the sandbox of the last run is lost: {error}")
+            say(f"warning: unsaved files of the last sandbox are lost: {error}")
     mark.unlink()
     await sweep(dict.fromkeys(backend.kinds, backend.destroy))
 
 
 @asynccontextmanager
 async def open_live(workspace: Workspace, say: Say) -> AsyncIterator[LiveWorkspace]:
-    """Start the sandbox of a workspace; it ends with the context."""
+    """Start the sandbox of a workspace, and stop it at the end of the context."""
     from pier.gateway import Gateway
     from pier.gateway.providers import Directory, key_variables
 
-    config, given, owner = workspace.config, workspace.environment(), workspace.root.stat()
-    environ = {**os.environ, **given}
+    config, variables, owner = workspace.config, workspace.environment(), workspace.root.stat()
+    environ = {**os.environ, **variables}
     hidden = frozenset() if config.direct else key_variables()
-    env = {name: value for name, value in given.items() if name not in hidden}
+    env = {name: value for name, value in variables.items() if name not in hidden}
     async with AsyncExitStack() as stack:
         opened = await stack.enter_async_context(open_services(config.backend, label=f"workspace {workspace.root}"))
         gateway = await stack.enter_async_context(Gateway(providers=Directory.load(environ)))
         services = replace(opened, gateway=gateway, environ=environ)
-        redactor = Redactor(tuple(secret_values(given, environ, given=True)))
+        redactor = Redactor(tuple(secret_values(variables, environ, given=True)))
         record = TrialRecord(new_directory(workspace.state / "runs"), redactor)
         record.open()
         stack.callback(record.close)
@@ -370,7 +370,7 @@ async def _opened(
     kept = workspace.pier / STATE
     if config.image_digest != image.digest and has_state(kept):
         kept.rename(new_directory(workspace.pier / "older-state") / STATE)
-        say("the image has changed: what was kept outside of the workspace is in .pier/older-state")
+        say("the image has changed: saved changes outside of the workspace are in .pier/older-state")
     own = [*_own_mounts(workspace, workdir), *mounts, *(Mount.parse(text, "mounts") for text in config.mounts)]
     say("starting the sandbox")
     try:
@@ -386,7 +386,7 @@ async def _opened(
                 await wait_until_healthy(sandbox, plan.table.healthcheck, cwd=workdir)
             if fresh:
                 await state.note_seed(workspace, sandbox, workdir)
-            if len(sandbox.services()) == 1:  # not before everything is in: it would be taken for the user's files
+            if len(sandbox.services()) == 1:  # only now: a recovery must not take a half-filled sandbox for user files
                 write(workspace.state / RUNNING, sandbox.id, mode=0o600)
             config.workdir, config.image_digest, config.seeded = workdir, image.digest, True
             workspace.save()
@@ -405,34 +405,32 @@ def _own_mounts(workspace: Workspace, workdir: str) -> list[Mount]:
 
 
 def _check_links(workspace: Workspace) -> None:
-    """Refuse a workspace whose own directories lead elsewhere: one is opened to all users and mounted."""
+    """Refuse symbolic links in place of `.pier` and `.pier/agent`, which is mounted and made writable for all users."""
     for path in (workspace.pier, workspace.agent_logs):
         if path.is_symlink():
             raise WorkspaceError(
-                f"{path} is a link", hint=f"rm {path}, or move what it leads to there", code="workspace-link"
+                f"{path} is a link", hint=f"rm {path}, or move its target there", code="workspace-link"
             )
 
 
 def _for_live(plan: SandboxPlan, config: WorkspaceConfig, fresh: bool) -> SandboxPlan:
-    """The plan of the sandbox itself: what is mounted comes with its files, and keeps its owner."""
+    """The plan of the sandbox: without the image's content and its working directory if the directory is mounted."""
     if not config.mounted:
         return plan if fresh else replace(plan, content=None)
     return replace(plan, content=None, table=plan.table.model_copy(update={"workdir": None}))
 
 
 def _network(workspace: Workspace, task: Task, agents: Sequence[InstalledAgent], *, public: bool) -> NetworkPlan:
-    """The task's own policy; a workspace of an image has the network that the backend can give."""
+    """The task's network policy; without a task, public access if the backend supports it."""
     direct = workspace.config.direct
-    hosts = tuple(host for one in agents for host in one.agent.reach({}, {}, direct=direct))
-    override = None
-    if workspace.config.task_path is None:
-        override = NetworkPolicy("public" if public else "none")
+    hosts = tuple(host for each in agents for host in each.agent.reach({}, {}, direct=direct))
+    override = NetworkPolicy("public" if public else "none") if workspace.config.task_path is None else None
     return plan_network(task.config.environment, task.steps, override=override, agent_hosts=hosts)
 
 
 async def seed_host(workspace: Workspace, task: Task | None, say: Say) -> None:
-    """Copy the image's working directory into a workspace without a sandbox; without an image, the task's own
-    files."""
+    """Copy the image's working directory into a workspace without a sandbox; the task's files if the image is not
+    available."""
     if task is not None:
         try:
             async with open_services(workspace.config.backend, label=f"workspace {workspace.root}") as opened:
@@ -443,7 +441,7 @@ async def seed_host(workspace: Workspace, task: Task | None, say: Say) -> None:
                 network = plan_network(task.config.environment, task.steps)
                 await state.seed(workspace, starter, plan, network.baseline, workdir)
         except PierError as error:
-            say(f"the image is not available ({error}): copying the task's own files")
+            say(f"the image is not available ({error}): copying the task's files")
             state.copy_environment(task.environment_dir, workspace.root)
     await asyncio.to_thread(keep_seed, workspace)
     workspace.config.seeded = True
@@ -451,7 +449,7 @@ async def seed_host(workspace: Workspace, task: Task | None, say: Say) -> None:
 
 
 async def _identify(workspace: Workspace, environment: TaskSandbox, owner: os.stat_result) -> SandboxUser:
-    """Find out whom commands must run as, so that their files belong to the owner of the workspace."""
+    """Choose the user that commands run as, so that their files belong to the owner of the workspace."""
     sandbox, step = environment.sandbox, environment.task.steps[0]
     chosen = user_text(step.agent.user)
     image_user = chosen or sandbox.spec.image.config.user or "root"
@@ -468,7 +466,7 @@ async def _identify(workspace: Workspace, environment: TaskSandbox, owner: os.st
 
 
 async def _made_by(workspace: Workspace, sandbox: Sandbox, user: str) -> int:
-    """Which user of this machine owns what a user inside makes; -1 if that cannot be seen."""
+    """The uid on this machine of files that a user of the sandbox creates; -1 if unknown."""
     probe = workspace.agent_logs / _PROBE
     probe.unlink(missing_ok=True)
     try:

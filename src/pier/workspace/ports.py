@@ -1,4 +1,4 @@
-"""Ports of the sandbox on this machine's loopback: each connection there becomes one to the same port inside."""
+"""Port forwarding: each connection to a port on this machine's loopback is forwarded to a port of the sandbox."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ threading.Thread(target=send, daemon=True).start()
 while data := peer.recv(65536): os.write(1, data)
 ' "$1"
 """
-"""Connects its streams to a port, with what the image has."""
+"""A script that connects stdin and stdout to a port, with a tool from the image."""
 
 
 def parse_port(text: str) -> tuple[int, int]:
-    """`PORT` or `HOST_PORT:PORT` as the port on this machine and the one inside."""
+    """Parse `PORT` or `HOST_PORT:PORT` into the port on this machine and the port in the sandbox."""
     outer, colon, inner = text.partition(":")
     try:
         found = int(outer), int(inner if colon else outer)
@@ -44,7 +44,7 @@ def parse_port(text: str) -> tuple[int, int]:
 
 
 def add_ports(present: Sequence[str], added: Sequence[str]) -> list[str]:
-    """The mappings with those that are added; a new one replaces those with the same port on either side."""
+    """Add mappings; a new one replaces those with the same port on either side."""
     found = list(present)
     for text in added:
         outer, inner = parse_port(text)
@@ -54,7 +54,7 @@ def add_ports(present: Sequence[str], added: Sequence[str]) -> list[str]:
 
 
 def check_free(ports: Sequence[str], held: Sequence[str] = ()) -> None:
-    """Refuse a port of this machine that is in use. `held` are the mappings of the workspace itself."""
+    """Refuse ports of this machine that are in use. `held` are the mappings that the workspace serves already."""
     own = {parse_port(text)[0] for text in held}
     for outer, inner in map(parse_port, ports):
         if outer in own:
@@ -78,7 +78,7 @@ def _taken(outer: int, inner: int, error: OSError) -> WorkspaceError:
 
 @asynccontextmanager
 async def forward_ports(sandbox: Sandbox, ports: Sequence[str]) -> AsyncIterator[None]:
-    """Serve the ports while the context lasts."""
+    """Serve the ports for the duration of the context."""
     async with AsyncExitStack() as stack:
         for outer, inner in map(parse_port, ports):
             try:
@@ -109,27 +109,27 @@ async def _serve(sandbox: Sandbox, port: int, reader: asyncio.StreamReader, writ
 
 
 async def _relay(sandbox: Sandbox, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One connection over the streams of a program inside, where pier cannot connect itself."""
+    """Forward a connection through the streams of a program in the sandbox, for backends that cannot dial a port."""
 
-    async def answer(stream: str, data: bytes) -> None:
+    async def receive(stream: str, data: bytes) -> None:
         if stream == "stdout":
             writer.write(data)
             await writer.drain()
 
-    async def ask(process: Process) -> None:
+    async def send(process: Process) -> None:
         while data := await reader.read(_CHUNK):
             await process.write(data)
         await process.close_stdin()
 
     command = ["/bin/sh", "-c", _RELAY, "sh", str(port)]
-    async with await sandbox.spawn(command, cwd="/", stdin=True, on_output=answer) as process:
-        asking = asyncio.create_task(ask(process))
+    async with await sandbox.spawn(command, cwd="/", stdin=True, on_output=receive) as process:
+        sending = asyncio.create_task(send(process))
         try:
             await process.wait()
         finally:
-            asking.cancel()
+            sending.cancel()
             with contextlib.suppress(asyncio.CancelledError, OSError):
-                await asking
+                await sending
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,7 +1,7 @@
-"""Skills: directories with a `SKILL.md`, taken out of a task's image or put together, and registered for agents.
+"""Skills: directories with a `SKILL.md`, copied from a task's image or from bundles, and registered for agents.
 
-Agents on this machine look for skills in the directory that they work in: Claude Code in `.claude/skills`, the others
-in `.agents/skills`. A skill of the same name that pier did not put there stays.
+Agents on this machine look for skills in their working directory: Claude Code in `.claude/skills`, the others in
+`.agents/skills`. An existing skill of the same name is kept unless pier installed it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from pier.workspace.workspace import Workspace
 
 PACKAGED = Path(__file__).parent / "packaged"
-"""Skills that come with pier: how to use it."""
+"""The skills that come with pier."""
 SKILL = "SKILL.md"
 PLACES = {"claude-code": ".claude/skills"}
 SHARED_PLACE = ".agents/skills"
-"""Where all agents look that have no other place."""
+"""The directory of skills for all other agents."""
 _MOST = 256 * 1024 * 1024
 _HOMES = {"claude-code": ".claude", "codex": ".codex", "gemini-cli": ".gemini", "opencode": ".local/share/opencode"}
-"""Directories in the user's home that say that an agent is in use."""
+"""Directories in the user's home whose existence shows that an agent is in use."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredSkill:
-    """One skill in one place. `kept`: one of that name was there already, and stays."""
+    """One skill in one place. `kept` means that another skill of that name exists there and was not replaced."""
 
     name: str
     path: Path
@@ -42,19 +42,19 @@ class RegisteredSkill:
 
 
 def find_skills(bundle: Path) -> list[Path]:
-    """The skills in a directory: itself, or those right below it. `UsageError` if there are none."""
+    """The skills in a bundle: the directory itself, or its subdirectories. `UsageError` if there are none."""
     if not bundle.is_dir():
         raise UsageError(f"{bundle}: no such directory", code="no-skills")
     if (bundle / SKILL).is_file():
         return [bundle]
     found = sorted(path for path in bundle.iterdir() if not path.is_symlink() and (path / SKILL).is_file())
     if not found:
-        raise UsageError(f"{bundle} holds no skill: no {SKILL} in it or right below it", code="no-skills")
+        raise UsageError(f"no skill in {bundle}: expected {SKILL} in it or in a subdirectory", code="no-skills")
     return found
 
 
 def compose(bundles: Sequence[Path], output: Path) -> list[Path]:
-    """Put the skills of several directories into one, which must be new or empty."""
+    """Copy the skills of several bundles to one directory, which must be new or empty."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"{output}: expected a new or empty directory", hint="-o DIR", code="not-empty")
     chosen: dict[str, Path] = {}
@@ -72,14 +72,14 @@ def compose(bundles: Sequence[Path], output: Path) -> list[Path]:
 
 
 def _copy(source: Path, target: Path) -> Path:
-    """A copy of a skill without links, which could lead out of it."""
+    """Copy a skill without its links, which could lead out of it."""
     shutil.copytree(source, target, symlinks=True)
     drop_links(target)
     return target
 
 
 def agents_in_use(workspace: Workspace, chosen: Sequence[str], home: Path | None = None) -> list[str]:
-    """The agents to register skills for: those that were chosen, the workspace's, or those of this user."""
+    """The agents to register skills for: the chosen ones, else the workspace's, else those that this user has."""
     if chosen or workspace.config.agents:
         return list(dict.fromkeys(chosen or workspace.config.agents))
     place = home or Path.home()
@@ -89,30 +89,30 @@ def agents_in_use(workspace: Workspace, chosen: Sequence[str], home: Path | None
 async def install_skills(
     workspace: Workspace, agents: Sequence[str], say: Callable[[str], None]
 ) -> list[RegisteredSkill]:
-    """Register the skills of the workspace's task, and those that it was started with, for agents on this machine."""
+    """Register the skills of the workspace and of its task for agents on this machine."""
     if not workspace.is_host:
         raise WorkspaceError(
-            "this workspace has a sandbox, where skills are registered when it starts",
+            "this workspace has a sandbox, in which skills are registered at the start",
             hint="pier start --skill DIR adds one",
             code="not-host",
         )
-    known = workspace.pier / "skills"
-    earlier = {path.name for path in known.iterdir()} if known.is_dir() else set()
+    installed = workspace.pier / "skills"
+    earlier = {path.name for path in installed.iterdir()} if installed.is_dir() else set()
     with tempfile.TemporaryDirectory(prefix="pier-skills.") as name:
         scratch = Path(name)
         bundles = list(workspace.config.skills)
-        if (inside := await _skills_of_task(workspace, scratch / "task", say)) is not None:
-            bundles.append(inside)
+        if (of_task := await _skills_of_task(workspace, scratch / "task", say)) is not None:
+            bundles.append(of_task)
         if not bundles:
             raise WorkspaceError(
-                "there are no skills: the task names no skills_dir, and none was given",
+                "there are no skills: the task has no skills_dir, and the workspace has no skills",
                 hint="pier start --skill DIR, or skills_dir in [environment] of task.toml",
                 code="no-skills",
             )
         skills = compose(bundles, scratch / "all")
         done = [row for skill in skills for row in _register(workspace.root, skill, agents, earlier)]
-        shutil.rmtree(known, ignore_errors=True)
-        shutil.copytree(scratch / "all", known, symlinks=True)
+        shutil.rmtree(installed, ignore_errors=True)
+        shutil.copytree(scratch / "all", installed, symlinks=True)
     return done
 
 
@@ -122,7 +122,7 @@ def _register(root: Path, skill: Path, agents: Sequence[str], earlier: set[str])
         by_place.setdefault(PLACES.get(agent, SHARED_PLACE), []).append(agent)
     for place, names in by_place.items():
         target = root / place / skill.name
-        for above in (target.parent.parent, target.parent):  # of the task's image, as everything in the directory
+        for above in (target.parent.parent, target.parent):  # the task's image may have put links there
             if above.is_symlink():
                 raise WorkspaceError(f"{above} is a link", hint=f"rm {above}", code="workspace-link")
         kept = os.path.lexists(target) and skill.name not in earlier
@@ -133,7 +133,7 @@ def _register(root: Path, skill: Path, agents: Sequence[str], earlier: set[str])
 
 
 async def _skills_of_task(workspace: Workspace, target: Path, say: Callable[[str], None]) -> Path | None:
-    """The task's skills, copied out of its image; None if it has none."""
+    """Copy the task's skills out of its image; None if it has none."""
     from pier.redact import Redactor
     from pier.task import load_task
     from pier.trial.environment import open_environment

@@ -1,7 +1,7 @@
-"""`pier start` and `pier fork`: make a workspace, or bring one back with what it is asked to add.
+"""`pier start` and `pier fork`: create a workspace, or start an existing one with additional settings.
 
-Everything that can be refused is refused before anything is made. The settings are on disk before a sandbox starts, so
-a start that is interrupted is continued by the next `pier start`.
+Arguments are validated before anything is created. The settings are on disk before the sandbox starts, so the next
+`pier start` resumes an interrupted one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from pier.beneath import remove
 from pier.errors import UsageError, WorkspaceError
+from pier.files import locked
 from pier.sandbox.contract import Mount
 from pier.secret import secret_values
 from pier.task import Task, load_task
@@ -35,7 +36,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class StartOrder:
-    """The arguments of `pier start`. None and empty values leave an existing workspace as it is."""
+    """The arguments of `pier start`. None and empty values leave the settings of an existing workspace unchanged."""
 
     task: str | None = None
     directory: Path | None = None
@@ -52,7 +53,7 @@ class StartOrder:
     skills: tuple[Path, ...] = ()
     force: bool = False
     yes: bool = False
-    """Whether the task may have the variables of this machine that it asks for."""
+    """Whether the user agrees to give the task the variables of this machine that it requests."""
 
     @property
     def is_new(self) -> bool:
@@ -60,12 +61,12 @@ class StartOrder:
 
 
 async def start(order: StartOrder, say: Say) -> tuple[Workspace, dict[str, Any]]:
-    """Make or bring back a workspace; what its supervisor reports about it (nothing in host mode)."""
+    """Create or start a workspace; the workspace and its supervisor's status, which is empty in host mode."""
     for port in order.ports:
         parse_port(port)
     if order.host:
         _check_host(order)
-    workspace, changed = _existing(order) if not _makes_new(order) else (await _create(order, say), True)
+    workspace, changed = (await _create(order, say), True) if _creates(order) else _existing(order)
     if workspace.is_host:
         workspace.save()
         return workspace, {}
@@ -73,21 +74,19 @@ async def start(order: StartOrder, say: Say) -> tuple[Workspace, dict[str, Any]]
         workspace.save()
     if is_running(workspace):
         if not changed:
-            say("the workspace is running already")
+            say("the workspace is already running")
             return workspace, call(workspace, {"op": "wait"}, say)
         say("restarting the sandbox")
         for note in call(workspace, {"op": "stop"})["notes"]:
             say(f"warning: {note}")
-        await _gone(workspace)
+        await _wait_for_release(workspace)
     launch(workspace)
     answer = call(workspace, {"op": "wait"}, say)
     return Workspace.open(workspace.root), answer
 
 
-async def _gone(workspace: Workspace) -> None:
-    """Wait until the supervisor has let go of the workspace."""
-    from pier.files import locked
-
+async def _wait_for_release(workspace: Workspace) -> None:
+    """Wait until the supervisor has released its lock."""
     while True:
         with locked(workspace.state / "lock", wait=False) as free:
             if free:
@@ -95,15 +94,15 @@ async def _gone(workspace: Workspace) -> None:
         await asyncio.sleep(0.01)
 
 
-def _makes_new(order: StartOrder) -> bool:
-    """Whether a new workspace is wanted; a directory that is one already is brought back."""
+def _creates(order: StartOrder) -> bool:
+    """Whether to create a workspace, rather than start an existing one."""
     if order.directory is not None and (order.directory / PIER / "workspace.json").is_file():
         return False
     if order.directory is None and order.task is None:
         return False
     if not order.is_new and not order.host:
         raise UsageError(
-            f"{order.directory}: not a workspace: expected a task or --image to make one",
+            f"{order.directory}: not a workspace: expected a task or --image to create one",
             hint=f"pier start TASK -d {order.directory}",
             code="start-what",
         )
@@ -111,7 +110,7 @@ def _makes_new(order: StartOrder) -> bool:
 
 
 def _existing(order: StartOrder) -> tuple[Workspace, bool]:
-    """The workspace to bring back with what is added, and whether anything is."""
+    """The existing workspace with the added settings, and whether any setting changed."""
     workspace = Workspace.open(order.directory) if order.directory else Workspace.find(Path.cwd())
     config = workspace.config
     _check_names(order)
@@ -130,27 +129,26 @@ def _existing(order: StartOrder) -> tuple[Workspace, bool]:
     if not order.mounted and config.mounted:
         raise WorkspaceError(
             f"cannot apply --no-mount to {workspace.root}: its directory has been mounted since its first start",
-            hint="make another workspace: pier start TASK -d DIR --no-mount",
+            hint="create another workspace: pier start TASK -d DIR --no-mount",
             code="other-workspace",
         )
     check_free(order.ports, config.ports if not workspace.is_host and is_running(workspace) else ())
     workspace.settle()
-    before = config.model_dump()
-    secret_count = dict(workspace.secret_env())
+    before = config.model_dump(), workspace.secret_env()
     if order.backend not in (None, config.backend) and not is_running(workspace):
         _check_recovered(workspace, f"pier start, then pier start --env {order.backend}")
     _add(config, order)
     _set_env(workspace, order.env)
     if config.task_path is not None and config.task_path.is_dir():
         task = load_task(config.task_path, verify=False)
-        given = workspace.environment().keys() | order.env.keys() | workspace.agreed()
-        workspace.agree(_ask_consent(order, task, given))
+        agreed = workspace.environment().keys() | order.env.keys() | workspace.agreed()
+        workspace.agree(_ask_consent(order, task, agreed))
         _write_instruction(workspace, task)
-    return workspace, config.model_dump() != before or workspace.secret_env() != secret_count
+    return workspace, (config.model_dump(), workspace.secret_env()) != before
 
 
 def _add(config: WorkspaceConfig, order: StartOrder) -> None:
-    """Add what was asked for to the settings."""
+    """Add the arguments to the settings."""
     config.agents = list(dict.fromkeys((*config.agents, *order.agents)))
     config.ports = add_ports(config.ports, order.ports)
     config.mounts = list(dict.fromkeys((*config.mounts, *order.mounts)))
@@ -164,7 +162,7 @@ def _add(config: WorkspaceConfig, order: StartOrder) -> None:
 def _check_recovered(workspace: Workspace, hint: str) -> None:
     if (workspace.state / RUNNING).exists():
         raise WorkspaceError(
-            f"{workspace.root} was not stopped: its sandbox may hold files that its directory does not have",
+            f"{workspace.root} was not stopped: its sandbox may have files that were not saved",
             hint=hint,
             code="not-recovered",
         )
@@ -204,18 +202,19 @@ async def _create(order: StartOrder, say: Say) -> Workspace:
     return workspace
 
 
-def _ask_consent(order: StartOrder, task: Task, given: Collection[str]) -> set[str]:
-    """Variables of this machine go into a sandbox only if the user gave them (`given`), or agrees now. Their names."""
+def _ask_consent(order: StartOrder, task: Task, agreed: Collection[str]) -> set[str]:
+    """The names of the variables of this machine that the task requests. The user is asked for consent unless all of
+    them are in `agreed`."""
     from pier.job.plan import ask_consent, variables_for
 
-    wanted = set(variables_for(task, {**os.environ, **order.env}))
-    if not wanted <= set(given) and not order.yes:
-        ask_consent(dict.fromkeys(wanted, task.name))
-    return wanted
+    requested = set(variables_for(task, {**os.environ, **order.env}))
+    if not requested <= set(agreed) and not order.yes:
+        ask_consent(dict.fromkeys(requested, task.name))
+    return requested
 
 
 def _undo(workspace: Workspace, made: bool, before: Mapping[str, Collection[str]]) -> None:
-    """Take back a workspace that could not be made; what was in its own directories `before` stays."""
+    """Remove a workspace whose creation failed, except for the content `before` of `PIER` and `TASK`."""
     shutil.rmtree(workspace.state, ignore_errors=True)
     for name in (PIER, TASK):
         place = workspace.root / name
@@ -235,8 +234,8 @@ def _find_task(text: str, say: Say) -> tuple[Task, dict[str, str] | None]:
     if len(origins) != 1:
         names = ", ".join(origin.path.name for origin in origins[:5])
         raise UsageError(
-            f"{text} holds {len(origins)} tasks: expected one",
-            hint=f"choose one: {names}" if names else "pier task init DIR makes one",
+            f"{text} contains {len(origins)} tasks: expected one",
+            hint=f"choose one: {names}" if names else "pier task init DIR creates one",
             code="one-task",
         )
     origin = origins[0]
@@ -264,10 +263,10 @@ def _directory(order: StartOrder, task: Task | None) -> Path:
 
 
 def _check_host(order: StartOrder) -> None:
-    for option, given in (("--ports", bool(order.ports)), ("--no-mount", not order.mounted)):
-        if given:
+    for option, is_set in (("--ports", bool(order.ports)), ("--no-mount", not order.mounted)):
+        if is_set:
             raise UsageError(
-                f"cannot use {option} with --host: there is no sandbox", hint=f"leave out {option}", code="host-option"
+                f"cannot use {option} with --host: there is no sandbox", hint=f"omit {option}", code="host-option"
             )
 
 
@@ -280,7 +279,7 @@ def _check_names(order: StartOrder) -> None:
         raise UsageError(f"invalid value {order.backend!r} for --env: expected one of {known}", code="backend")
     for path in order.skills:
         if not path.is_dir():
-            raise UsageError(f"{path}: a skill is a directory with a SKILL.md", code="skill")
+            raise UsageError(f"invalid value {path} for --skill: expected a directory with a SKILL.md", code="skill")
 
 
 def _check_place(root: Path, order: StartOrder, task: Task | None) -> None:
@@ -301,12 +300,12 @@ def _check_place(root: Path, order: StartOrder, task: Task | None) -> None:
         )
     if root.is_dir() and any(root.iterdir()) and not order.force:
         raise WorkspaceError(
-            f"{root} is not empty", hint="-f starts there anyway and keeps every file", code="not-empty"
+            f"{root} is not empty", hint="-f starts there anyway and keeps all files", code="not-empty"
         )
 
 
 def _set_env(workspace: Workspace, env: Mapping[str, str]) -> None:
-    """Add variables: values that are or hold a secret, and empty ones, are kept on this machine only."""
+    """Add variables: values that contain a secret, and empty values, are stored in the local state only."""
     hidden = {
         name: value for name, value in env.items() if not value or any(secret_values({name: value}, {}, given=True))
     }
@@ -317,7 +316,7 @@ def _set_env(workspace: Workspace, env: Mapping[str, str]) -> None:
 
 
 def _write_instruction(workspace: Workspace, task: Task) -> None:
-    """The instructions where people and agents read them; one file for each step. What is there may come from a
+    """Write the instructions for people and agents, one file for each step. The directory may have been written by a
     sandbox, so no link is followed."""
     source = task.path / "instruction.md"
     try:
@@ -334,7 +333,7 @@ def _write_instruction(workspace: Workspace, task: Task) -> None:
 
 
 def parse_mounts(text: str) -> tuple[str, ...]:
-    """The mounts of `--mounts-json`: an array of `SOURCE:TARGET[:ro|rw]` or of objects as compose files have them."""
+    """The mounts of `--mounts-json`: an array of `SOURCE:TARGET[:ro|rw]` or of objects as in compose files."""
     try:
         rows = json.loads(text)
     except ValueError as error:
@@ -353,7 +352,7 @@ def _mount_text(row: Any) -> str:
     return f"{mount.source}:{mount.target}:{'ro' if mount.read_only else 'rw'}"
 
 
-async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Callable[[str], None]) -> Workspace:
+async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Say) -> Workspace:
     """Copy the workspace to `target`, which must be new or empty, and start the copy."""
     workspace.check_known()
     if target.exists() and any(target.iterdir()):
@@ -375,8 +374,7 @@ async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Ca
         say("copying the files")
         if running:
             files = made.pier / "incoming"
-            request = {"op": "save", "target": str(made.pier / STATE), "files": str(files)}
-            call(workspace, request)
+            call(workspace, {"op": "save", "target": str(made.pier / STATE), "files": str(files)})
             if os.path.lexists(files):
                 await asyncio.to_thread(merge_tree, files, made.root)
                 await asyncio.to_thread(remove, str(files))
@@ -395,5 +393,5 @@ async def fork(workspace: Workspace, target: Path, ports: Sequence[str], say: Ca
     except BaseException:
         await asyncio.to_thread(remove, str(made.root))
         raise
-    found, _ = await start(StartOrder(directory=made.root), say)
-    return found
+    started, _ = await start(StartOrder(directory=made.root), say)
+    return started

@@ -1,5 +1,5 @@
-"""The files of a workspace: copied out of its image, in and out of its sandbox, and replaced; and what changed in a
-sandbox outside of it, kept over a stop, for a fork and for a verification, as the state of a trial is.
+"""Moves the files of a workspace between its image, its sandbox and its directory; and saves the sandbox's changes
+outside of that directory for the next start, a fork or a verification.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from pier.workspace.workspace import PIER, TASK, Workspace, new_directory
 
 STATE = "state"
 RUNNING = "sandbox"
-"""The file that holds the id of the sandbox while its files are nowhere else: after a crash it is opened again."""
+"""File with the id of a running sandbox with unsaved changes; after a crash, the next start reopens that sandbox."""
 REPLACED = "replaced"
-"""Files of the directory that `pier stop` replaced with those of the sandbox, if they had been edited."""
+"""Directory for edited files of the workspace that `pier stop` replaced with those of the sandbox."""
 _COPIED = "copied"
+"""File whose modification time is that of the last copy into the sandbox."""
 SAVE_FAILURES = (SandboxError, StorageError, OSError, TreeError, tarfile.TarError)
 """The errors of saving files of a sandbox."""
 
 
 def check_directory(path: Path) -> None:
-    """Refuse what came out of a sandbox in place of a directory: a link would lead anywhere on this machine."""
+    """Refuse a download that is not a directory: a symbolic link could lead anywhere on this machine."""
     if path.is_symlink() or not path.is_dir():
         raise SandboxError(
             "the working directory in the sandbox is no longer a directory",
@@ -46,7 +47,7 @@ def check_directory(path: Path) -> None:
 
 
 def merge_tree(source: Path, target: Path) -> None:
-    """Move what is in `source` into `target`; what is there already stays. The workspace's own parts are left out."""
+    """Move the content of `source` into `target`, without overwriting and without the workspace's `PIER` and `TASK`."""
     check_directory(source)
     for child in source.iterdir():
         place = target / child.name
@@ -59,8 +60,8 @@ def merge_tree(source: Path, target: Path) -> None:
 
 
 def replace_tree(source: Path, target: Path, aside: Path) -> None:
-    """Make `target` hold what `source` holds, apart from the workspace's own parts. Replaced files are moved to the
-    empty directory `aside`."""
+    """Replace the content of `target` by that of `source`, apart from the workspace's `PIER` and `TASK`. Replaced files
+    are moved to the empty directory `aside`."""
     check_directory(source)
     fresh = {child.name for child in source.iterdir()} - {PIER, TASK}
     for child in list(target.iterdir()):
@@ -71,13 +72,13 @@ def replace_tree(source: Path, target: Path, aside: Path) -> None:
 
 
 def copy_tree(source: Path, target: Path, leave_out: Collection[str] = ()) -> None:
-    """Copy a tree that a sandbox may be changing meanwhile. No link is followed; sockets and pipes are left out, and so
-    are the paths `leave_out`."""
-    with Tree(source) as came, Tree(target, make=True) as made, ThreadPoolExecutor(1) as pool:
+    """Copy a tree that a sandbox may be changing at the same time, without sockets, pipes and the paths `leave_out`. No
+    link is followed."""
+    with Tree(source) as original, Tree(target, make=True) as copy, ThreadPoolExecutor(1) as pool:
         read, write = os.pipe2(os.O_CLOEXEC)
         with open(read, "rb") as stream:
-            packing = pool.submit(_pack, came.fd, write, leave_out)
-            unpack(stream, made.fd)
+            packing = pool.submit(_pack, original.fd, write, leave_out)
+            unpack(stream, copy.fd)
         packing.result()
 
 
@@ -87,21 +88,21 @@ def _pack(directory: int, out: int, leave_out: Collection[str]) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a tree of files that came from a sandbox."""
+    """Remove a tree of files from a sandbox, if it exists."""
     if os.path.lexists(path):
         remove(str(path))
 
 
 async def save(workspace: Workspace, sandbox: Sandbox, workdir: str) -> str | None:
-    """Keep what is in the sandbox alone, for the next start: what differs from the image outside of the mounted
-    directories, and the files of a workspace that is not mounted. A note if there is something to know."""
+    """Save a sandbox's changes for the next start: those outside of the mounted directories and, if the workspace is
+    not mounted, its files. Returns a note for the user, if any."""
     await keep(sandbox, workspace.pier / STATE)
     return await _copy_back(workspace, sandbox, workdir) if not workspace.config.mounted else None
 
 
 async def _copy_back(workspace: Workspace, sandbox: Sandbox, workdir: str) -> str | None:
-    """Copy the files of a workspace that is not mounted out to its directory, in place of the files there. If some of
-    those were made or edited since the start, the old files are kept: a note says where."""
+    """Replace the files of a workspace that is not mounted with those of its sandbox. If some were edited since the
+    start, the old files are kept, and the note returned names their directory."""
     scratch = new_directory(workspace.pier / "incoming")
     await sandbox.download(workdir, scratch / "files")
     edited = await asyncio.to_thread(_edited_outside, workspace)
@@ -116,7 +117,7 @@ async def _copy_back(workspace: Workspace, sandbox: Sandbox, workdir: str) -> st
 
 
 def _edited_outside(workspace: Workspace) -> list[str]:
-    """The files of the directory that were made or changed since they were copied in."""
+    """The files of the directory that were created or changed since the copy into the sandbox."""
     try:
         since = (workspace.pier / _COPIED).stat().st_mtime_ns
     except OSError:
@@ -127,8 +128,8 @@ def _edited_outside(workspace: Workspace) -> list[str]:
 
 
 async def fill(workspace: Workspace, sandbox: Sandbox, workdir: str, owner: str | None, *, fresh: bool) -> None:
-    """Copy the files of a workspace that is not mounted into its sandbox, in place of those of the image; at the first
-    start they are added to those. `owner` is the user whom commands run as."""
+    """Copy the files of a workspace that is not mounted into its sandbox. They replace the image's files; on the first
+    start, when `fresh`, they are added to them. `owner` is the user that commands run as."""
     if workspace.config.mounted:
         return
     (workspace.pier / _COPIED).touch()
@@ -138,7 +139,7 @@ async def fill(workspace: Workspace, sandbox: Sandbox, workdir: str, owner: str 
 
 
 async def clear_directory(sandbox: Sandbox, path: str) -> None:
-    """Remove what is in a directory of the sandbox."""
+    """Remove the content of a directory of the sandbox."""
     if await sandbox.exists(path):
         for entry in await sandbox.list_dir(path):
             await sandbox.remove(f"{path}/{entry.name}")
@@ -147,8 +148,8 @@ async def clear_directory(sandbox: Sandbox, path: str) -> None:
 async def seed(
     workspace: Workspace, starter: SandboxStarter, plan: SandboxPlan, policy: NetworkPolicy, workdir: str
 ) -> None:
-    """Copy the image's working directory and the task's own files into the workspace's directory. Files that are there
-    already stay: the user asked for that with --force."""
+    """Copy the image's working directory into the workspace's directory. Existing files, accepted with --force, are
+    kept."""
     scratch = new_directory(workspace.pier / "incoming")
     async with starter.open(plan, policy, "seed") as (sandbox, _):
         if await sandbox.exists(workdir):
@@ -159,7 +160,7 @@ async def seed(
 
 
 async def note_seed(workspace: Workspace, sandbox: Sandbox, workdir: str) -> None:
-    """Note what the workspace began with."""
+    """Record the initial files of the workspace, for `pier diff`."""
     if workspace.config.mounted:
         await asyncio.to_thread(keep_seed, workspace)
         return
@@ -170,7 +171,7 @@ async def note_seed(workspace: Workspace, sandbox: Sandbox, workdir: str) -> Non
 
 
 def copy_environment(source: Path, root: Path) -> None:
-    """Copy the files of a task's environment, which its Dockerfile would."""
+    """Copy the files of a task's environment, in place of its Dockerfile."""
     for child in source.iterdir():
         if child.name in ("Dockerfile", ".dockerignore", "docker-compose.yaml") or os.path.lexists(root / child.name):
             continue
@@ -181,7 +182,7 @@ def copy_environment(source: Path, root: Path) -> None:
 
 
 async def keep(sandbox: Sandbox, directory: Path) -> None:
-    """Write what differs from the image to `directory`, in place of what was kept there before."""
+    """Save the differences from the image in `directory`, replacing an earlier save."""
     scratch = directory.with_name(f".{directory.name}.new")
     await asyncio.to_thread(remove_tree, scratch)
     await keep_state(sandbox, scratch)

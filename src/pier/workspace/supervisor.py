@@ -1,7 +1,7 @@
-"""The process that holds a workspace: its sandbox and gateway live here, and commands reach them over a socket.
+"""The process that runs a workspace: it owns the sandbox and the gateway, and serves commands over a socket.
 
-`pier start` launches it and waits; it goes on until `pier stop`, a signal, or the end of its sandbox. One process per
-workspace: the second finds the lock taken and ends. What people run in the background ends with it.
+`pier start` launches it and waits until it is ready; it runs until `pier stop`, a signal, or the end of its sandbox. A
+lock allows one process per workspace. Background commands end with it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,9 +36,9 @@ from pier.workspace.workspace import Workspace, new_directory
 _NAME = b"pier-workspace"
 _PR_SET_NAME = 15
 _LOOK = 2.0
-"""Seconds between two looks at where the workspace's directory is."""
+"""Seconds between two checks of the workspace's directory."""
 _PROGRESS = 0.1
-"""Seconds between two looks for lines about the start."""
+"""Seconds between two checks for progress lines of the start."""
 _GONE = frozenset({"sandbox_gone", "container_gone", "zygote_gone"})
 
 
@@ -55,13 +54,13 @@ class Supervisor:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
-    heard: asyncio.Event = field(default_factory=asyncio.Event)
-    """A client was answered why the start failed."""
+    failure_reported: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a client has received the reason of a failed start."""
     gone: bool = False
-    """The workspace's directory was deleted."""
+    """Whether the workspace's directory was deleted."""
     _root: int = -1
     _stoppers: set[asyncio.StreamWriter] = field(default_factory=set)
-    """Clients that wait for the end."""
+    """Clients that wait for the stop."""
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -74,14 +73,14 @@ class Supervisor:
         except PierError as error:
             self.failure = error
         except OSError as error:
-            self.failure = StorageError(f"the workspace could not be started: {error}")
+            self.failure = StorageError(f"cannot start the workspace: {error}")
         finally:
             self.ready.set()
             self.stopped.set()
             if self.failure is not None:
                 self._log(f"error: {self.failure.explain()}")
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.heard.wait(), 0 if self.gone else 10)
+                    await asyncio.wait_for(self.failure_reported.wait(), 0 if self.gone else 10)
             server.close()
             (self.workspace.state / frames.SOCKET).unlink(missing_ok=True)
         return 1 if self.failure else 0
@@ -95,11 +94,11 @@ class Supervisor:
                 await self._wait_for_stop()
             try:
                 await asyncio.to_thread(stop_all, self.workspace)
-            except (OSError, PierError) as error:  # what is in the sandbox is saved all the same
-                self.notes.append(f"commands in the background were not all stopped: {error}")
+            except (OSError, PierError) as error:  # the sandbox is saved anyway
+                self.notes.append(f"cannot stop all background commands: {error}")
                 self._log(self.notes[-1])
             if not await self._save(live):
-                self._leave_as_it_is()
+                self._exit_without_cleanup()
         self.live = None
 
     async def _wait_for_stop(self) -> None:
@@ -109,7 +108,7 @@ class Supervisor:
                 await asyncio.wait_for(self.stopping.wait(), _LOOK)
 
     def _follow_root(self) -> None:
-        """Notice that the directory was moved, and stop if it was deleted."""
+        """Follow the directory if it was moved; stop if it was deleted."""
         if self.gone or _is_at(self._root, self.workspace.root):
             return
         place = Path(f"/proc/self/fd/{self._root}").readlink()
@@ -125,7 +124,7 @@ class Supervisor:
             self.live.placed.path = self.workspace.pier / self.live.placed.path.name
 
     async def _save(self, live: LiveWorkspace) -> bool:
-        """Keep what is in the sandbox alone; whether that is done, or can never be."""
+        """Save the sandbox's changes; False if they can only be saved by the next start."""
         self._follow_root()
         if self.gone:
             await self._rescue(live)
@@ -142,15 +141,15 @@ class Supervisor:
             return not can_wait
         return True
 
-    def _leave_as_it_is(self) -> NoReturn:
-        """End at once, as a crash would, so that the sandbox's files stay on disk for the next start."""
+    def _exit_without_cleanup(self) -> NoReturn:
+        """Exit at once, as in a crash, so that the sandbox's files stay on disk for the next start."""
         for writer in self._stoppers:
             writer.write(frames.pack(frames.EXIT, json.dumps({"notes": self.notes}).encode()))
         sys.stderr.flush()
         os._exit(1)
 
     async def _rescue(self, live: LiveWorkspace) -> None:
-        """Keep the files of a workspace that is not mounted when its directory was deleted."""
+        """Save the files of a workspace that is not mounted after its directory was deleted."""
         if self.workspace.config.mounted:
             return
         target = new_directory(self.workspace.state / "rescued")
@@ -158,7 +157,7 @@ class Supervisor:
             await live.sandbox.download(live.environment.workdir, target / "files")
             self._log(f"the files of the sandbox are in {target / 'files'}")
         except SAVE_FAILURES as error:
-            self._log(f"cannot keep the files of the sandbox: {error}")
+            self._log(f"cannot save the files of the sandbox: {error}")
 
     def _say(self, line: str) -> None:
         self.lines.append(line)
@@ -180,10 +179,10 @@ class Supervisor:
             if error.code in _GONE:
                 self.failure = error
                 self.stopping.set()
-        except Exception as error:  # noqa: BLE001 - no request ends this process, and its client hears what went wrong
+        except Exception as error:  # noqa: BLE001 - no request may end this process; the client gets the error
             self._log("".join(traceback.format_exception(error)))
-            said = f"the request failed: {type(error).__name__}: {error}"
-            await _send_error(writer, PierError(said, hint=f"see {self.workspace.state / LOG}", code="supervisor"))
+            text = f"the request failed: {type(error).__name__}: {error}"
+            await _send_error(writer, PierError(text, hint=f"see {self.workspace.state / LOG}", code="supervisor"))
         finally:
             writer.close()
 
@@ -202,30 +201,33 @@ class Supervisor:
             await self.stopped.wait()
             return {"notes": self.notes}
         live = await self._live()
-        serve: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
-            "exec": partial(run_command, live, request, reader, writer),
-            "verify": partial(self._verify, live, request, writer),
-            "fetch": partial(self._fetch, live, request),
-            "save": partial(self._save_to, live, request),
-            "outside": partial(self._outside, live),
-        }
-        return await serve[op]()
+        if op == "exec":
+            return await run_command(live, request, reader, writer)
+        if op == "verify":
+            return await self._verify(live, request, writer)
+        if op == "fetch":
+            return {"left_out": await live.sandbox.download(request["path"], Path(request["target"]))}
+        if op == "save":
+            return await self._save_for_fork(live, request)
+        if op == "outside":
+            return {"changes": await _outside_changes(live)}
+        raise ValueError(f"unknown request {op!r}")
 
     async def _live(self) -> LiveWorkspace:
         await self.ready.wait()
         if self.gone:
             raise WorkspaceError(
                 f"the directory of this workspace was deleted: {self.workspace.root}",
-                hint="pier start TASK -d DIR makes another",
+                hint="pier start TASK -d DIR creates another",
                 code="workspace-gone",
             )
         if self.live is None:
-            self.heard.set()
+            self.failure_reported.set()
             raise self.failure or SandboxError("the workspace is stopping", code="stopping", retryable=False)
         return self.live
 
     async def _wait(self, writer: asyncio.StreamWriter) -> dict[str, Any]:
-        """Report the progress of the start until it is done."""
+        """Send progress lines until the workspace is ready."""
         sent = 0
         while not self.ready.is_set() or sent < len(self.lines):
             for line in self.lines[sent:]:
@@ -250,36 +252,35 @@ class Supervisor:
     async def _verify(
         self, live: LiveWorkspace, request: dict[str, Any], writer: asyncio.StreamWriter
     ) -> dict[str, Any]:
-        def say(line: str) -> None:
-            writer.write(frames.pack(frames.PROGRESS, line.encode()))
-
-        def show(data: bytes) -> None:
-            writer.write(frames.pack(frames.STDOUT, data))
+        def send(kind: bytes, payload: bytes) -> None:
+            writer.write(frames.pack(kind, payload))
 
         order = VerifyOrder(**{name: value for name, value in request.items() if name != "op"})
-        return asdict(await verify(self.workspace, live.services, order, say, live, show))
+        return await verify(
+            self.workspace,
+            live.services,
+            order,
+            lambda line: send(frames.PROGRESS, line.encode()),
+            live,
+            partial(send, frames.STDOUT),
+        )
 
-    async def _fetch(self, live: LiveWorkspace, request: dict[str, Any]) -> dict[str, Any]:
-        return {"left_out": await live.sandbox.download(request["path"], Path(request["target"]))}
-
-    async def _save_to(self, live: LiveWorkspace, request: dict[str, Any]) -> dict[str, Any]:
-        """Keep the present state for another workspace: files that are not mounted, and changes elsewhere."""
+    async def _save_for_fork(self, live: LiveWorkspace, request: dict[str, Any]) -> dict[str, Any]:
+        """Save the current state for a fork: files that are not mounted, and changes elsewhere."""
         if not self.workspace.config.mounted:
             await live.sandbox.download(live.environment.workdir, Path(request["files"]))
         await state.keep(live.sandbox, Path(request["target"]))
         return {}
 
-    async def _outside(self, live: LiveWorkspace) -> dict[str, Any]:
-        """The changes outside of the workspace's directory since the start."""
-        changes = await live.sandbox.changes()
-        before = {(change.path, change.mark) for change in live.environment.before or ()}
-        workdir = live.environment.workdir
-        rows = [
-            {"path": change.path, "kind": change.kind}
-            for change in changes or ()
-            if (change.path, change.mark) not in before and not f"{change.path}/".startswith(f"{workdir}/")
-        ]
-        return {"changes": rows}
+
+async def _outside_changes(live: LiveWorkspace) -> list[dict[str, str]]:
+    """The changes outside of the workspace's directory since the start."""
+    before = {(change.path, change.mark) for change in live.environment.before or ()}
+    return [
+        {"path": change.path, "kind": change.kind}
+        for change in await live.sandbox.changes() or ()
+        if (change.path, change.mark) not in before and not f"{change.path}/".startswith(f"{live.environment.workdir}/")
+    ]
 
 
 def _is_at(directory: int, path: Path) -> bool:
@@ -296,13 +297,13 @@ async def _send_error(writer: asyncio.StreamWriter, error: PierError) -> None:
 
 
 def main(root: str) -> int:
-    """Hold the workspace in `root` until it is stopped."""
+    """Serve the workspace in `root` until it is stopped."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_NAME, _NAME)
     workspace = Workspace.open(Path(root))
     with locked(workspace.state / "lock", wait=False) as mine:
         if not mine:
-            sys.stderr.write("another process holds this workspace\n")
+            sys.stderr.write("another process serves this workspace\n")
             return HELD
         return asyncio.run(Supervisor(workspace).run())
 

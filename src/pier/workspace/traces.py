@@ -1,7 +1,7 @@
-"""Captured sessions and verified trials below `.pier/trials`: listing them, and packing them for sharing.
+"""Captured sessions and verified trials below `.pier/trials`: lists them, and exports them for sharing.
 
-An archive opens anywhere: it holds regular files only. A link to a file of the same trial becomes a copy of it, others
-are left out. Secrets are removed on the way, and `redactions.json` in the archive says where and of which kind.
+An archive contains regular files only. A link to a file of the same trial becomes a copy of it, other links are left
+out. Secrets are removed, and `redactions.json` in the archive lists them by file and kind.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import tarfile
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from pier import __version__
 from pier.errors import JobError, UsageError
-from pier.files import is_plain_name
 from pier.job.view import TrialView
 from pier.redact import REDACTED, Redactor
 from pier.secret import FORMS
@@ -32,21 +32,21 @@ from pier.workspace.workspace import PIER, subdirectories
 _MARK = REDACTED.encode()
 _BLOCK = 4 * 1024 * 1024
 _LONGEST_KEY = 16 * 1024
-"""Bytes of a private key."""
+"""Maximum size of a private key."""
 
 _FORMS = {kind: re.compile(form.encode(), re.DOTALL) for kind, form in FORMS.items()}
 
 
 class Scrubbing:
-    """Removes secrets from files and texts and counts them in `found`, by kind. `named` is the kind of those that the
-    redactor knows."""
+    """Removes secrets from files and texts, and counts them in `found` by kind. `named` is the kind of the redactor's
+    values."""
 
     def __init__(self, redactor: Redactor, named: str = "value of a secret variable") -> None:
         self._redactor, self._named = redactor, named
         self.found: Counter[str] = Counter()
 
     def __call__(self, data: bytes) -> bytes:
-        if self._redactor:  # first: only a part of a known secret may have one of the forms
+        if self._redactor:  # first, since a part of a known secret may match one of the forms
             before = data.count(_MARK)
             data = self._redactor.data(data)
             if more := data.count(_MARK) - before:
@@ -58,7 +58,7 @@ class Scrubbing:
         return data
 
     def parts(self, stream: IO[bytes]) -> Iterator[bytes]:
-        """A file without secrets, piece by piece. Pieces end at lines, and never inside of a private key."""
+        """The redacted content of a file in chunks, which end at line breaks but never inside a private key."""
         rest = b""
         while chunk := stream.read(_BLOCK):
             rest += chunk
@@ -80,8 +80,8 @@ _IN_MEMORY = 16 * 1024 * 1024
 
 
 def traces_home(start: Path | None = None) -> Path:
-    """The directory of trials of the workspace, or of the directory, that `start` lies in. One that is a link is passed
-    over: what runs in a sandbox can make one in a directory that is mounted there."""
+    """The nearest `.pier/trials` at or above `start`. Symbolic links are skipped: a sandbox can create them in a
+    mounted directory."""
     begin = (start or Path.cwd()).resolve()
     for directory in (begin, *begin.parents):
         if any(path.is_symlink() for path in (directory / PIER, directory / PIER / "trials")):
@@ -96,40 +96,37 @@ def traces_home(start: Path | None = None) -> Path:
 
 
 def list_traces(home: Path) -> list[TrialView]:
-    """The trials, newest first. What is not a trial is passed over."""
-    names = sorted((path.name for path in subdirectories(home)), reverse=True)
-    found = []
-    for name in names:
-        try:
-            found.append(TrialView.open(home / name))
-        except JobError:
-            continue
+    """The trials, newest first. Other directories are skipped."""
+    found: list[TrialView] = []
+    for path in sorted(subdirectories(home), reverse=True):
+        with suppress(JobError):
+            found.append(TrialView.open(path))
     return found
 
 
 def find_trace(home: Path, name: str | None) -> Path:
-    """The trial with this name, or whose name begins so; the newest without a name."""
+    """The trial with a name or a unique prefix of it; without `name` the newest."""
     names = sorted(path.name for path in subdirectories(home) if not path.name.startswith("."))
     if name is None:
         if not names:
             raise UsageError(f"there are no traces in {home}", hint="pier capture saves one", code="no-traces")
         return home / names[-1]
-    fitting = [known for known in names if known == name] or [known for known in names if known.startswith(name)]
-    if len(fitting) == 1 and is_plain_name(fitting[0]):
-        return home / fitting[0]
-    what = f"{len(fitting)} traces begin with {name!r}" if fitting else f"unknown trace {name!r}"
-    raise UsageError(f"{what} in {home}", hint="pier traces lists them", code="no-trace")
+    matches = [name] if name in names else [each for each in names if each.startswith(name)]
+    if len(matches) == 1:
+        return home / matches[0]
+    problem = f"{len(matches)} traces begin with {name!r}" if matches else f"unknown trace {name!r}"
+    raise UsageError(f"{problem} in {home}", hint="pier traces lists them", code="no-trace")
 
 
 @dataclass(slots=True)
 class ExportReport:
-    """The content of an archive, and the redactions in it."""
+    """The content of an archive, and its redactions."""
 
     output: Path
     trials: list[str]
     files: int = 0
     redacted: list[dict[str, Any]] = field(default_factory=list)
-    """`file`, `kind` and `count` of secrets that were removed."""
+    """`file`, `kind` and `count` of removed secrets."""
     left_out: list[dict[str, str]] = field(default_factory=list)
     """`file` and `reason`."""
 
@@ -145,7 +142,7 @@ class ExportReport:
 
 
 def export(trials: Sequence[Path], output: Path, redactor: Redactor) -> ExportReport:
-    """Pack trials into a tar.gz archive, all of it or nothing."""
+    """Pack trials into a tar.gz archive, which is written atomically."""
     if not output.parent.is_dir():
         raise UsageError(f"{output.parent}: no such directory", hint="-o FILE in a directory that exists")
     report = ExportReport(output, [trial.name for trial in trials])
@@ -154,8 +151,9 @@ def export(trials: Sequence[Path], output: Path, redactor: Redactor) -> ExportRe
         with os.fdopen(fd, "wb") as stream, tarfile.open(fileobj=stream, mode="w:gz") as archive:
             for trial in trials:
                 with Tree(trial) as tree:
-                    _Packing(archive, tree, trial.name, redactor, report).run()
-            _add_report(archive, report)
+                    _TrialPacker(archive, tree, trial.name, redactor, report).run()
+            data = json.dumps(report.as_dict(), indent=2).encode() + b"\n"
+            _add_file(archive, REPORT, io.BytesIO(data), len(data), time.time())
         Path(name).chmod(0o644)
         Path(name).replace(output)
     except BaseException:
@@ -165,7 +163,7 @@ def export(trials: Sequence[Path], output: Path, redactor: Redactor) -> ExportRe
 
 
 @dataclass(slots=True)
-class _Packing:
+class _TrialPacker:
     archive: tarfile.TarFile
     tree: Tree
     name: str
@@ -183,12 +181,12 @@ class _Packing:
                 self.report.left_out.append({"file": path, "reason": "not a regular file"})
 
     def _add_target(self, link: Entry) -> None:
-        """A copy of the file that a link leads to, if that is in this trial."""
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(link.path), link.leads))
-        inside = not link.leads.startswith("/") and not target.startswith("..")
-        found = self.tree.find(target) if inside and target != "." else None
-        if found is not None and found.kind == "file":
-            self._add(found, link.path)
+        """Add the target of a link, if it is a file of this trial."""
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(link.path), link.leads))
+        is_inside = not link.leads.startswith("/") and not path.startswith("..") and path != "."
+        target = self.tree.find(path) if is_inside else None
+        if target is not None and target.kind == "file":
+            self._add(target, link.path)
         else:
             self.report.left_out.append({"file": f"{self.name}/{link.path}", "reason": f"a link to {link.leads}"})
 
@@ -201,44 +199,30 @@ class _Packing:
             self.report.left_out.append({"file": name, "reason": str(error)})
             return
         with stream, tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY) as copy:
-            modified, binary = os.fstat(stream.fileno()).st_mtime, _is_binary(stream)
+            is_binary = b"\0" in stream.read(8192)
+            stream.seek(0)
             for part in clean.parts(stream):
                 copy.write(part)
-            if clean.found and binary:
-                reason = f"a binary file with {_words(clean.found)}"
-                self.report.left_out.append({"file": name, "reason": reason})
+            if clean.found and is_binary:
+                kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(clean.found.items()))
+                self.report.left_out.append({"file": name, "reason": f"a binary file with {kinds}"})
                 return
-            self._write(name, copy, modified)
+            size = copy.tell()
+            copy.seek(0)
+            _add_file(self.archive, name, copy, size, os.fstat(stream.fileno()).st_mtime)
+            self.report.files += 1
         for kind, count in sorted(clean.found.items()):
             self.report.redacted.append({"file": name, "kind": kind, "count": count})
 
-    def _write(self, name: str, copy: IO[bytes], modified: float) -> None:
-        info = tarfile.TarInfo(name)
-        info.size, info.mtime, info.mode = copy.tell(), int(modified), 0o644
-        copy.seek(0)
-        self.archive.addfile(info, copy)
-        self.report.files += 1
 
-
-def _is_binary(stream: IO[bytes]) -> bool:
-    head = stream.read(8192)
-    stream.seek(0)
-    return b"\0" in head
-
-
-def _words(found: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(found.items()))
-
-
-def _add_report(archive: tarfile.TarFile, report: ExportReport) -> None:
-    data = json.dumps(report.as_dict(), indent=2).encode() + b"\n"
-    info = tarfile.TarInfo(REPORT)
-    info.size, info.mode, info.mtime = len(data), 0o644, int(time.time())
-    archive.addfile(info, io.BytesIO(data))
+def _add_file(archive: tarfile.TarFile, name: str, stream: IO[bytes], size: int, modified: float) -> None:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode, info.mtime = size, 0o644, int(modified)
+    archive.addfile(info, stream)
 
 
 def trace_rows(views: Iterable[TrialView]) -> list[dict[str, Any]]:
-    """The rows of a list of trials."""
+    """The rows of `pier traces`."""
     rows = []
     for view in views:
         used = view.result.agent_result if view.result else None

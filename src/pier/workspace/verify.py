@@ -1,9 +1,8 @@
-"""`pier verify`: the task's verifier on the present state of a workspace, as a trial below `.pier/trials`.
+"""`pier verify`: runs the task's verifier on the current state of a workspace, as a trial below `.pier/trials`.
 
-The tests run in a separate sandbox that starts like the workspace's and gets its files: those of the directory,
-and what changed elsewhere. So they never dirty the work, and what runs in the workspace goes on. The task is read again
-each time, so an edited test counts at once. `in_place` runs them in the workspace's own sandbox instead, for tests that
-need what runs there.
+The tests run in a separate sandbox with the same image, the files of the workspace's directory, and the changes made
+elsewhere in its sandbox, so they modify neither the work nor its processes. The task is read again each time, so edited
+tests apply at once. `in_place` runs the tests in the workspace's sandbox, for tests that need its processes.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pier.errors import SandboxError, UsageError, WorkspaceError
 from pier.redact import Redactor
@@ -35,12 +35,12 @@ from pier.workspace.workspace import PIER, TASK, Workspace, new_directory
 
 STDOUT = "verifier/test-stdout.txt"
 _LONGEST = 1 << 20
-"""Bytes that are shown at once, also of a line."""
+"""Maximum size of a chunk of shown output, and of a buffered line."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyOrder:
-    """The step to verify, and the session whose trajectory is saved. The directories are absolute paths of this
+    """The step to verify, and the session whose trajectory is saved. The directories are absolute paths on this
     machine."""
 
     step: str | None = None
@@ -51,18 +51,6 @@ class VerifyOrder:
     trial_dir: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """The facts of a trial that `pier verify` prints."""
-
-    directory: str
-    rewards: dict[str, float] | None
-    error: dict[str, str | None] | None
-    notes: list[str]
-    warnings: list[str]
-    has_verdict: bool
-
-
 async def verify(
     workspace: Workspace,
     services: TrialServices,
@@ -70,9 +58,9 @@ async def verify(
     say: Callable[[str], None],
     live: LiveWorkspace | None = None,
     on_output: Callable[[bytes], None] | None = None,
-) -> Verification:
-    """Grade the workspace. The result is written last. `live` is None in host mode; `on_output` gets what the tests
-    print while they run."""
+) -> dict[str, Any]:
+    """Grade the workspace; the facts that `pier verify` prints. `live` is None in host mode; `on_output` receives the
+    output of the tests as they run."""
     if workspace.config.task_path is None:
         raise WorkspaceError(
             "this workspace has no task, so there is nothing to verify",
@@ -84,18 +72,18 @@ async def verify(
     directory = Path(order.trial_dir) if order.trial_dir else new_directory(workspace.trials)
     result = await _Verification(workspace, services, order, task, index, directory, say, live, on_output).run()
     error = result.exception_info
-    return Verification(
-        str(directory),
-        dict(result.rewards) if result.rewards is not None else None,
-        {"code": error.code, "message": error.exception_message} if error else None,
-        [note.detail for note in result.integrity.notes] if result.integrity else [],
-        list(result.pier.warnings) if result.pier else [],
-        result.has_verdict,
-    )
+    return {
+        "directory": str(directory),
+        "rewards": dict(result.rewards) if result.rewards is not None else None,
+        "error": {"code": error.code, "message": error.exception_message} if error else None,
+        "notes": [note.detail for note in result.integrity.notes] if result.integrity else [],
+        "warnings": list(result.pier.warnings) if result.pier else [],
+        "has_verdict": result.has_verdict,
+    }
 
 
 class _ShownOutput(OutputFile):
-    """A file of output that also shows what it keeps, by whole lines."""
+    """An output file that also passes its redacted content to `show`, by whole lines."""
 
     def __init__(self, path: Path, redactor: Redactor, show: Callable[[bytes], None]) -> None:
         super().__init__(path, redactor)
@@ -108,20 +96,20 @@ class _ShownOutput(OutputFile):
         if len(lines) - end > _LONGEST:
             end = len(lines)
         self._line = lines[end:]
-        self._pass_on(lines[:end])
+        self._show_chunks(lines[:end])
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
-        self._pass_on(self._line)
+        self._show_chunks(self._line)
 
-    def _pass_on(self, data: bytes) -> None:
-        with suppress(OSError):  # who reads this decides nothing
+    def _show_chunks(self, data: bytes) -> None:
+        with suppress(OSError):  # a client that left does not affect the verdict
             for at in range(0, len(data), _LONGEST):
                 self._show(data[at : at + _LONGEST])
 
 
 class _ShownRecord(TrialRecord):
-    """A record that also passes what the tests print to `show`."""
+    """A record that also passes the output of the tests to `show`."""
 
     show: Callable[[bytes], None] | None = None
 
@@ -161,21 +149,19 @@ class _Verification(TrialRun):
         agent = config.agents[0] if config.agents else "nop"
         if order.agent and (order.session_dir or workspace.session(order.session, order.agent)):
             agent = order.agent
-        own = [*secret_values(workspace.environment(), environ, given=True), *task_secrets(task, environ)]
+        secrets = [*secret_values(workspace.environment(), environ, given=True), *task_secrets(task, environ)]
         if live is None:
             from pier.workspace.capture import known_secrets
 
-            own += known_secrets(environ, workspace)
-        step = replace(
-            task, steps=(task.steps[index],), config=task.config.model_copy(update={"steps": None})
-        )  # the result is that of one step
+            secrets += known_secrets(environ, workspace)
+        one_step = task.config.model_copy(update={"steps": None})
         spec = TrialSpec(
             directory.name,
-            step,
+            replace(task, steps=(task.steps[index],), config=one_step),
             directory,
             AgentConfig(name=agent, model_name=config.model),
             sandbox=SandboxChoice(EnvironmentConfig(type=config.backend), config.image),
-            secrets=tuple(own),
+            secrets=tuple(secrets),
         )
         super().__init__(spec, services, None, say)
         self.record = _ShownRecord(directory, self.redactor)
@@ -183,7 +169,7 @@ class _Verification(TrialRun):
         self.clock = Clock(self.record)
 
     async def work(self) -> None:
-        """Grade, and add the trajectory of a session, which never decides the outcome."""
+        """Grade, and add the trajectory of a session, without effect on the outcome."""
         outcome = StepResult(step_name="")
         self.outcomes.append(outcome)
         with captured() as grading:
@@ -192,7 +178,7 @@ class _Verification(TrialRun):
             await self._add_trajectory(outcome)
         if failure.error is not None:
             reason = str(failure.error).replace(str(self.order.session_dir), "--session-dir")
-            self.record.warn(f"no trajectory is saved: {reason}")
+            self.record.warn(f"no trajectory saved: {reason}")
         if grading.error is not None:
             raise grading.error
 
@@ -218,7 +204,7 @@ class _Verification(TrialRun):
 
     @asynccontextmanager
     async def _copy(self) -> AsyncIterator[TaskSandbox]:
-        """A sandbox that starts as the workspace's did and gets what is in that now."""
+        """A sandbox with the workspace's image and its current files."""
         live, task = self.live, self.task
         services, config = self.services, self.workspace.config
         choice = SandboxChoice(image=config.image)
@@ -226,14 +212,17 @@ class _Verification(TrialRun):
         if config.workdir and (image is None or image.config.workdir != config.workdir):
             task = in_directory(task, config.workdir)
         if image is not None:
-            # A Dockerfile that was edited counts from the next start on.
+            # An edited Dockerfile takes effect at the next start.
             services.images.known[agent_plan(task, choice, services.environ).image] = image
         name = f"verify-{config.id}"
         opened = open_environment(
             task, services, self.record, name=name, choice=choice, clock=self.clock, on_progress=self.on_progress
         )
         async with opened as environment:
-            environment = _with_directory(environment)
+            if environment.workdir == "/":  # in host mode it is not known before the image is
+                task = in_directory(environment.task, DEFAULT_WORKDIR)
+                starter = replace(environment.starter, task=task)
+                environment = replace(environment, workdir=DEFAULT_WORKDIR, starter=starter)
             await environment.begin_step(self.index)
             with self.clock.phase("setup"):
                 if live is not None:
@@ -268,21 +257,13 @@ class _Verification(TrialRun):
             outcome.agent_result, outcome.agent_execution = found.result, found.timing
         elif order.agent or order.session:
             missing = nothing_found(workspace, workspace.root, order.agent, order.session)
-            self.record.warn(f"no trajectory is saved: {missing}")
-
-
-def _with_directory(environment: TaskSandbox) -> TaskSandbox:
-    """In host mode the working directory is not known before the image is."""
-    if environment.workdir != "/":
-        return environment
-    task = in_directory(environment.task, DEFAULT_WORKDIR)
-    return replace(environment, workdir=DEFAULT_WORKDIR, starter=replace(environment.starter, task=task))
+            self.record.warn(f"no trajectory saved: {missing}")
 
 
 async def _copy_changes(live: LiveWorkspace, environment: TaskSandbox) -> None:
-    """Bring what changed outside of the mounted directories."""
-    changes = await live.sandbox.changes()
-    if changes is None or _same(changes, live.environment.before):
+    """Copy the changes outside of the mounted directories, if there are any since the start."""
+    changes, before = await live.sandbox.changes(), live.environment.before
+    if changes is None or (before is not None and _marks(changes) == _marks(before)):
         return
     with tempfile.TemporaryDirectory(prefix="pier-verify.") as name:
         try:
@@ -292,7 +273,5 @@ async def _copy_changes(live: LiveWorkspace, environment: TaskSandbox) -> None:
             environment.record.warn(f"changes outside of the workspace are not part of this verification: {error}")
 
 
-def _same(changes: Sequence[Change], before: Sequence[Change] | None) -> bool:
-    return before is not None and {(c.path, c.kind, c.mark) for c in changes} == {
-        (c.path, c.kind, c.mark) for c in before
-    }
+def _marks(changes: Sequence[Change]) -> set[tuple[str, str, object]]:
+    return {(change.path, change.kind, change.mark) for change in changes}

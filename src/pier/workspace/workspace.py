@@ -1,13 +1,13 @@
 """A workspace on disk: its settings, its sessions and trials, and the index of all workspaces of this user.
 
-    DIR/.pier/workspace.json          the settings; values of secret variables are kept elsewhere
-    DIR/.pier/sessions/<time>/        one recorded run of an agent each
+    DIR/.pier/workspace.json          the settings, without the values of secret variables
+    DIR/.pier/sessions/<time>/        one recorded run of an agent
     DIR/.pier/trials/<time>/          one trial for each `pier verify` and `pier capture`
-    DIR/.pier/agent/                  the agents' own logs and settings, at /logs/agent in the sandbox
-    <home>/workspaces/<id>/           this machine's part: link.json, secrets.json, control.sock, supervisor.log
+    DIR/.pier/agent/                  the agents' logs and settings, mounted at /logs/agent in the sandbox
+    <home>/workspaces/<id>/           the local state: link.json, secrets.json, control.sock, supervisor.log
 
-The directories below `<home>/workspaces` are the index. A workspace whose directory is gone is not listed; its part of
-the index stays, since the directory may have been moved.
+The directories below `<home>/workspaces` are the index. A workspace whose directory is missing is not listed; its local
+state is kept, since the directory may have been moved.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,8 +37,8 @@ _SUFFIXES = 1000
 
 
 class WorkspaceConfig(BaseModel):
-    """The settings of a workspace. `task` is a directory or a git reference, `task_path` where it is on this
-    machine. Values of secret variables in `env` are empty."""
+    """The settings of a workspace. `task` is a directory or a git reference, `task_path` its directory on this machine.
+    Values of secret variables in `env` are empty."""
 
     version: int = 1
     id: str = Field(default_factory=lambda: secrets.token_hex(4), pattern=r"^[0-9a-f]{8}$")
@@ -47,28 +47,28 @@ class WorkspaceConfig(BaseModel):
     task: str | None = None
     task_path: Path | None = None
     git: dict[str, str] | None = None
-    """The repository, commit and path that a remote task came from."""
+    """The repository, commit and path of a remote task."""
     image: str | None = None
     agents: list[str] = []
     model: str | None = None
     direct: bool = False
-    """Agents call their providers themselves, with the variables of `env`."""
+    """Whether agents call their providers directly, with the variables of `env`."""
     ports: list[str] = []
     mounts: list[str] = []
     env: dict[str, str] = {}
     skills: list[Path] = []
     mounted: bool = True
-    """Whether the directory is mounted; else its files are copied in at the start and back at the stop."""
+    """Whether the directory is mounted; else its files are copied in at the start and out at the stop."""
     workdir: str | None = None
-    """Where the directory is in the sandbox; known after the first start."""
+    """Path of the directory in the sandbox; set by the first start."""
     image_digest: str | None = None
     created_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
     seeded: bool = False
-    """Whether the files of the image were copied into the directory."""
+    """Whether the image's files have been copied into the directory."""
 
 
 class SessionInfo(BaseModel):
-    """One recorded run of an agent. `exit_code` is None while it runs, or if its end was not seen."""
+    """One recorded run of an agent. `exit_code` is None while it runs, or if pier ended before it."""
 
     id: str
     agent: str
@@ -90,12 +90,12 @@ class WorkspaceSession:
 
     @property
     def recording(self) -> Path:
-        """The recording of its model calls; missing if there were none."""
+        """The recording of its model calls; the file is missing if there were none."""
         return self.directory / RECORDING
 
     @property
     def cast(self) -> Path:
-        """Its terminal as an asciinema cast."""
+        """The terminal recording, an asciinema cast."""
         return self.directory / CAST
 
     def write(self) -> None:
@@ -104,7 +104,7 @@ class WorkspaceSession:
 
 @dataclass(slots=True)
 class Workspace:
-    """A workspace: its directory and its settings as they were when it was opened."""
+    """A workspace: its directory, and its settings at the time it was opened."""
 
     root: Path
     config: WorkspaceConfig
@@ -131,12 +131,12 @@ class Workspace:
 
     @property
     def state(self) -> Path:
-        """The part of this workspace that stays on this machine."""
+        """The directory of the local state, in pier's home."""
         return workspaces_home() / self.config.id
 
     @classmethod
     def open(cls, root: Path) -> Workspace:
-        """The workspace in a directory; `WorkspaceError` if it is something else, or its settings cannot be read."""
+        """Open the workspace in a directory; `WorkspaceError` if it is not one, or its settings are broken."""
         path = root / PIER / CONFIG
         try:
             config = WorkspaceConfig.model_validate_json(path.read_bytes())
@@ -147,42 +147,40 @@ class Workspace:
         except (OSError, ValidationError, UnicodeDecodeError) as error:
             raise WorkspaceError(
                 f"{path}: cannot be read: {str(error).splitlines()[0]}",
-                hint=f"move {path.parent} away and run pier start again: the other files are untouched",
+                hint=f"move {path.parent} away and run pier start again: other files are not affected",
                 code="workspace-broken",
             ) from error
         return cls(root.resolve(), config)
 
     @classmethod
     def find(cls, path: Path | None = None) -> Workspace:
-        """The workspace that `path` (or the working directory) lies in, else the only one of this user."""
+        """Find the workspace around `path` or the working directory; without `path`, else this user's only one."""
         start = (path or Path.cwd()).resolve()
         if root := find_root(str(start)):
             return cls.open(Path(root))
         known = list_places() if path is None else []
         if len(known) == 1:
             return cls.open(Path(known[0].root))
-        where = f"{start} lies in no workspace"
-        if known:
-            where += f", and there are {len(known)} to choose from"
+        where = f"{start} lies in no workspace" + (f", and there are {len(known)} to choose from" if known else "")
         hint = "pier list shows them; change into one, or pier start TASK -d DIR" if known else "pier start TASK -d DIR"
         raise WorkspaceError(where, hint=hint, code="no-workspace")
 
     def save(self) -> None:
-        """Write the settings and the link from this machine's index."""
+        """Write the settings, and link the local state to this directory."""
         self.pier.mkdir(exist_ok=True, mode=0o700)
         write_json(self.pier / CONFIG, self.config.model_dump(mode="json"))
         self.link()
 
     def link(self) -> None:
-        """Write the link from this machine's index."""
+        """Link the local state to this directory."""
         self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(self.state / LINK, {"path": str(self.root)}, mode=0o600)
         (self.state / GONE).unlink(missing_ok=True)
 
     @property
     def origin(self) -> Literal["here", "moved", "copied", "elsewhere"]:
-        """Where the settings were made: on this machine, for this directory, for one that is no longer there or for the
-        original of a copy; or elsewhere."""
+        """The origin of the settings: written on this machine for this directory, for a directory that was moved here
+        or for one that was copied here; or written elsewhere."""
         known = linked(str(self.state))
         if known is None or Path(known) == self.root:
             return "here" if known else "elsewhere"
@@ -192,10 +190,8 @@ class Workspace:
         return "copied" if original is not None and original.config == self.config else "elsewhere"
 
     def settle(self) -> None:
-        """Make this machine's part belong to this directory.
-
-        A directory that was moved takes its part along. One that was copied, or came from another machine, gets a part
-        and a new id if the id is taken, so that the original is not disturbed."""
+        """Give this directory its local state: the existing one after a move. A copy, or a directory from another
+        machine, gets a new one, under a new id if its id is taken, so that the original is not affected."""
         if (origin := self.origin) == "here":
             return
         if origin != "moved" and linked(str(self.state)):
@@ -203,28 +199,28 @@ class Workspace:
         self.save()
 
     def check_known(self) -> None:
-        """Refuse settings from elsewhere: they name variables of commands, and what of this machine is mounted."""
+        """Refuse settings from elsewhere: they choose mounts of this machine's files and variables of commands."""
         if self.origin != "elsewhere":
             return
         config = self.config
-        brought = {"mounts": config.mounts, "variables": sorted(config.env), "skills": [*map(str, config.skills)]}
-        named = "; ".join(f"{kind}: {', '.join(values)}" for kind, values in brought.items() if values)
+        settings = {"mounts": config.mounts, "variables": sorted(config.env), "skills": [*map(str, config.skills)]}
+        named = "; ".join(f"{kind}: {', '.join(values)}" for kind, values in settings.items() if values)
         raise WorkspaceError(
-            f"the settings of {self.root} were not made on this machine, and they decide what its commands get"
-            + (f" ({named})" if named else ""),
-            hint="read .pier/workspace.json, then pier start -y",
+            f"the settings of {self.root} were not made on this machine, and they give its commands access to files "
+            f"and variables" + (f" ({named})" if named else ""),
+            hint="check .pier/workspace.json, then pier start -y",
             code="foreign-workspace",
         )
 
     def agreed(self) -> set[str]:
-        """The variables of this machine that the user let the task have."""
+        """This machine's variables that the user agreed to give to the task."""
         return set(map(str, self._read(CONSENT, list)))
 
     def agree(self, names: set[str]) -> None:
         write_json(self.state / CONSENT, sorted(names), mode=0o600)
 
     def secret_env(self) -> dict[str, str]:
-        """The values of secret variables, which stay on this machine."""
+        """The values of secret variables, which are stored in the local state only."""
         return {str(name): str(value) for name, value in self._read(SECRETS, dict).items()}
 
     def keep_secrets(self, values: dict[str, str]) -> None:
@@ -233,32 +229,30 @@ class Workspace:
 
     def _read(self, name: str, kind: type[Any]) -> Any:
         try:
-            found = json.loads((self.state / name).read_text())
+            value = json.loads((self.state / name).read_text())
         except (OSError, ValueError):
-            found = None
-        return found if isinstance(found, kind) else kind()
+            value = None
+        return value if isinstance(value, kind) else kind()
 
     def environment(self) -> dict[str, str]:
-        """The workspace's variables with their values. `WorkspaceError` if a secret is not on this machine."""
+        """The workspace's variables with their values. `WorkspaceError` if the value of a secret is missing."""
         known = self.secret_env()
-        lost = [name for name, value in self.config.env.items() if not value and name not in known]
-        if lost:
+        missing = [name for name, value in self.config.env.items() if not value and name not in known]
+        if missing:
             raise WorkspaceError(
-                f"the value of {lost[0]} is not on this machine",
-                hint=" ".join(["pier start", *(f"-e {name}=..." for name in lost)]),
+                f"the value of {missing[0]} is not on this machine",
+                hint=" ".join(["pier start", *(f"-e {name}=..." for name in missing)]),
                 code="variable-lost",
             )
         return {name: known.get(name, value) for name, value in self.config.env.items()}
 
     def sessions(self) -> list[WorkspaceSession]:
-        """The recorded runs of agents, oldest first; one that cannot be read is left out."""
-        found = []
+        """The recorded runs of agents, oldest first; unreadable ones are skipped."""
+        found: list[WorkspaceSession] = []
         for path in sorted(subdirectories(self.pier / "sessions")):
-            try:
+            with suppress(OSError, ValidationError):
                 info = SessionInfo.model_validate_json((path / SESSION).read_bytes())
-            except (OSError, ValidationError):
-                continue
-            found.append(WorkspaceSession(info, path))
+                found.append(WorkspaceSession(info, path))
         return sorted(found, key=lambda session: session.info.started_at)
 
     def session(self, id: str | None = None, agent: str | None = None) -> WorkspaceSession | None:
@@ -277,17 +271,15 @@ class Workspace:
 
 
 def new_directory(parent: Path) -> Path:
-    """A new directory named after the time; a number is added if two are made within a second."""
+    """Make a directory named after the current time, with a number if the name is taken."""
     parent.mkdir(parents=True, exist_ok=True)
     stamp = datetime.now().strftime(STAMP)
     for number in range(1, _SUFFIXES):
         path = parent / (stamp if number == 1 else f"{stamp}-{number}")
-        try:
+        with suppress(FileExistsError):
             path.mkdir()
             return path
-        except FileExistsError:
-            continue
-    raise WorkspaceError(f"cannot make a directory in {parent}: all names for this second are taken")
+    raise WorkspaceError(f"cannot create a directory in {parent}: all names for this second are taken")
 
 
 def workspaces_home() -> Path:
@@ -295,7 +287,7 @@ def workspaces_home() -> Path:
 
 
 def enclosing(path: Path) -> Workspace | None:
-    """The workspace that a directory lies in, without being one itself."""
+    """The workspace that contains a directory; the directory itself does not count."""
     outer = find_root(str(path.resolve().parent))
     return _try_open(Path(outer)) if outer else None
 
@@ -307,10 +299,8 @@ def _try_open(root: Path) -> Workspace | None:
         return None
 
 
-def subdirectories(directory: Path) -> Iterator[Path]:
-    """The directories in one, without links; none if it is missing."""
-    try:
-        with os.scandir(directory) as entries:
-            yield from [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return
+def subdirectories(directory: Path) -> list[Path]:
+    """The directories in `directory`, without links; none if it is missing."""
+    with suppress(OSError), os.scandir(directory) as entries:
+        return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return []

@@ -1,4 +1,4 @@
-// Keys: steps, rows, trials, tabs, search, toggles.
+// Keyboard shortcuts.
 import { showKeys, switchTheme, toggle } from "./page.js";
 import { currentStep, focusStep, stepElements, unfold } from "./steps.js";
 import { openNote } from "./notes.js";

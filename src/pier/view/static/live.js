@@ -1,4 +1,4 @@
-// Follows a running job or trial: the server says that something changed, and the parts of the page that show it are fetched again.
+// Follows a running job or trial: on each server-sent event, reloads the parts of the page that changed.
 import { fetchPart } from "./page.js";
 import { focusStep, loadNew, refreshOutline, stepElements } from "./steps.js";
 
@@ -46,7 +46,7 @@ async function trial(state) {
   else announce(count);
 }
 
-// A trial that has ended has more tabs, a verdict and perhaps a last step.
+// A finished trial has more tabs, a verdict and perhaps a last step.
 async function finish(state) {
   document.body.dataset.state = state.trial;
   const count = await loadNew(0);
@@ -65,7 +65,7 @@ async function take(state) {
   try {
     const page = document.body.dataset.live;
     if (page === "trial") await trial(state); else await refreshRegions();
-    status(state.state === "running" || state.trial === "running" ? "live" : state.indexing ? "reading jobs" : "");
+    status(state.state === "running" || state.trial === "running" ? "live" : state.indexing ? "indexing jobs" : "");
   } catch (error) { status(""); }
   busy = false;
   if (again) { const next = again; again = null; take(next); }

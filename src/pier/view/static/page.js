@@ -1,4 +1,4 @@
-// What every part of a page uses: what is shown and hidden, dark and light, and parts fetched from the server.
+// Shared by all modules: theme, visibility toggles, and fetching parts of pages from the server.
 const root = document.documentElement;
 
 export function read(name) { try { return localStorage.getItem("pier." + name); } catch { return null; } }
@@ -26,13 +26,13 @@ export function showToggles() {
 
 export function showKeys() { document.getElementById("keys").showModal(); }
 
-// A page, or a part of one, as a document fragment; scripts in it would not run, and there are none.
+// Fetch a page, or a part of one, as a document. Its scripts would not run.
 export async function fetchPart(url) {
   const response = await fetch(url, { headers: { Accept: "text/html" }, credentials: "same-origin" });
   if (!response.ok) throw new Error(response.status + " " + url);
   return new DOMParser().parseFromString(await response.text(), "text/html");
 }
 
-// Right away, so that nothing flickers.
+// Applied at load time, so that the page does not flicker.
 if (read("theme")) root.dataset.theme = read("theme");
 root.dataset.hide = read("hide") || "";

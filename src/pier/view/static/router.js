@@ -1,4 +1,4 @@
-// Shows the page that the address names, in an export that is one file.
+// Shows the page named by the URL's fragment, in a one-file export.
 (() => {
   const pages = new Map([...document.querySelectorAll("template[data-path]")].map((each) => [each.dataset.path, each]));
   const show = () => {

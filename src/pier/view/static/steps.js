@@ -1,4 +1,4 @@
-// The steps of a trial: loading more of them, the outline, search inside, unfolding.
+// The steps of a trial: loading more, the outline, search, expanding.
 import { fetchPart } from "./page.js";
 
 export function stepElements() { return [...document.querySelectorAll("#steps > .step")]; }
@@ -58,14 +58,14 @@ export async function load(link) {
   watch();
 }
 
-// Steps that were recorded after the page was made.
+// Load the steps recorded since the page was rendered; returns their number.
 export async function loadNew(total) {
   const steps = document.getElementById("steps");
   if (!steps) return 0;
   if (steps.querySelector('[data-load="after"]')) return 0;
   const last = Number(stepElements().at(-1)?.dataset.n || 0);
   const base = steps.dataset.url;
-  // The last step is loaded again: the results of its calls may have come in.
+  // Load the last step again: results of its calls may have arrived.
   const from = Math.max(0, last - 1);
   const part = await fetchPart(base + (base.includes("?") ? "&" : "?") + "from=" + from);
   for (const other of part.querySelectorAll('[data-load="before"]')) other.remove();
@@ -101,7 +101,7 @@ export async function refreshOutline() {
 async function search(box) {
   const place = document.getElementById("found");
   const outline = document.getElementById("outline");
-  if (document.body.dataset.static) {  // every step is on the page
+  if (document.body.dataset.static) {  // an export has every step on the page
     const wanted = box.value.trim().toLowerCase();
     for (const link of outline.querySelectorAll("a"))
       link.parentElement.hidden = !document.getElementById("s" + link.dataset.step).textContent.toLowerCase().includes(wanted);
@@ -148,7 +148,7 @@ export function initSteps() {
       const all = [...document.querySelectorAll("#steps details:not(.sub)")];
       const open = all.some((each) => !each.open);
       for (const each of all) each.open = open;
-      link.textContent = open ? "Fold all" : "Unfold all";
+      link.textContent = open ? "Collapse all" : "Expand all";
     } else { const box = document.getElementById("find"); box.value = ""; search(box); }
   });
   document.addEventListener("submit", (event) => {

@@ -1,4 +1,4 @@
-// Starts what moves on a page. Every page works without it, but for keys, live updates and notes.
+// Entry point. Pages work without scripts, except for keyboard shortcuts, live updates and notes.
 import { initKeys } from "./keys.js";
 import { initLive } from "./live.js";
 import { initNotes } from "./notes.js";
