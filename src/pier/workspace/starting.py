@@ -74,7 +74,7 @@ async def start(order: StartOrder, say: Say) -> tuple[Workspace, dict[str, Any]]
         workspace.save()
     if is_running(workspace):
         if not changed:
-            say("the workspace is already running")
+            say("the workspace is running already")
             return workspace, call(workspace, {"op": "wait"}, say)
         say("restarting the sandbox")
         for note in call(workspace, {"op": "stop"})["notes"]:
