@@ -84,7 +84,7 @@ def example(schema: Any) -> Any:
 
 
 _REPEATS = 8
-"""How many calls after the end of the script get an answer; further ones fail."""
+"""Number of calls after the end of the script that get an answer; further ones fail."""
 
 
 class FailSpec(ScriptModel):

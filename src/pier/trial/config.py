@@ -245,7 +245,7 @@ class EnvironmentConfig(SettingsTable):
 
 
 class VerifierConfig(SettingsTable):
-    """How results are graded."""
+    """Settings of grading."""
 
     group = "Verifier"
 
