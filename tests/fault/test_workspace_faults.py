@@ -53,7 +53,7 @@ def test_what_is_asked_for_is_refused_before_anything_is_made(tmp_path: Path) ->
         (("start", "-d", "ws"), "--image"),
         (("start", str(task), "-d", "full"), "is not empty"),
         (("start", str(task), "-d", "task/inside"), "which no sandbox may see"),
-        (("start", str(task), "-d", "full/work.txt"), "is a file"),
+        (("start", str(task), "-d", "full/work.txt"), "expected a directory"),
         (("start", "--image", "host", "-d", "ws", "-a", "no-such-agent"), "no-such-agent"),
         (("start", "--image", "host", "-d", "ws", "-a", "oracle"), "oracle"),
         (("start", "--image", "host", "-d", "ws", "--ports", "http"), "invalid value 'http' for --ports"),
