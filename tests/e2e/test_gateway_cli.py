@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 
 from pier.agent.contract import AGENTS, find_agent
-from pier.cli.exports import exports
+from pier.cli.gateway import exports
 from pier.endpoint import Endpoint
 from pier.gateway import Gateway
 from pier.record import reader

@@ -45,7 +45,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "list": ("pier.cli.workspace:list_", "List workspaces."),
         "capture": ("pier.cli.traces:capture", "Save the trajectory of an agent session, here or in a workspace."),
         "traces": ("pier.cli.traces:traces", "List, show and export captured sessions."),
-        "skills": ("pier.cli.skills:skills", "Register a task's skills with the agents in use."),
+        "skills": ("pier.cli.workspace:skills", "Register a task's skills with the agents in use."),
         "login": ("pier.cli.login:login", "Show the logins that pier can use instead of API keys."),
     },
     "Train and record": {
