@@ -247,7 +247,8 @@ def test_a_task_that_is_gone_or_has_changed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").rename(task)
     (task / "tests" / "test.sh").write_text("exit 3\n")
     ask("start", cwd=ws)
-    assert "no reward" in pier("verify", cwd=ws, image=None, code=1).stderr
+    stderr = pier("verify", cwd=ws, image=None, code=1).stderr
+    assert "no reward" in stderr and "hint: look at verifier/test-stdout.txt" in stderr
 
 
 def test_a_full_disk_ends_no_command(tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from pier.cli.main import main
+from pier.cli.rollout import _progress
+from pier.errors import UsageError
+from pier.rollout.state import error_data
 
 MODULE = """
 import pier.rollout as vf
@@ -87,3 +90,11 @@ def test_samples_of_rollouts_that_are_done_are_not_left_out_silently(
     said = capsys.readouterr().err
     assert "2 rollouts in" in said and "their samples were not kept" in said
     assert run(tmp_path, "-n", "3", "-o", str(tmp_path / "out")) == 0
+
+
+def test_progress_has_the_hint_of_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    error = error_data(UsageError("unknown image", hint="pier image list"))
+    row = {"reward": None, "error": error, "example_id": 3, "stop_condition": "error"}
+    _progress([row], [row], {})
+    shown = capsys.readouterr().err
+    assert "example 3" in shown and "unknown image" in shown and "(hint: pier image list)" in shown

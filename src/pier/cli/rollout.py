@@ -192,6 +192,8 @@ def _progress(outputs: list[Any], new: list[Any], metadata: dict[str, Any]) -> N
     for row in new:
         reward = "no reward" if row["reward"] is None else f"reward {row['reward']:g}"
         why = f", {row['error']['error']}: {row['error']['message'][:200]}" if row["error"] else ""
+        if row["error"] and row["error"].get("hint"):
+            why += f" (hint: {row['error']['hint']})"
         text = f"[{len(outputs)}] example {row['example_id']}: {reward}, {row['stop_condition']}{why}"
         click.echo(text.replace("\n", " "), err=True)
 

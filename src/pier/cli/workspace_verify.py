@@ -83,6 +83,8 @@ def _print(verdict: dict[str, Any]) -> None:
         click.echo(f"{name}: {value:g}")
     if verdict["rewards"] is None and verdict["error"]:
         click.echo(f"no reward: {without_controls(verdict['error']['message'])}", err=True)
+        if hint := verdict["error"]["hint"]:
+            click.echo(f"hint: {without_controls(hint)}", err=True)
     for kind in ("note", "warning"):
         for text in verdict[f"{kind}s"]:
             click.echo(f"{kind}: {without_controls(text)}", err=True)

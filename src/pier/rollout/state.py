@@ -323,6 +323,7 @@ def error_data(error: BaseException) -> dict[str, Any]:
         "error_chain_str": " -> ".join(type(each).__name__ for each in chain),
         "code": getattr(error, "code", None),
         "blame": getattr(error, "blame", None),
+        "hint": getattr(error, "hint", None),
     }
 
 

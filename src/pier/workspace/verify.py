@@ -75,7 +75,7 @@ async def verify(
     return {
         "directory": str(directory),
         "rewards": dict(result.rewards) if result.rewards is not None else None,
-        "error": {"code": error.code, "message": error.exception_message} if error else None,
+        "error": {"code": error.code, "message": error.exception_message, "hint": error.hint} if error else None,
         "notes": [note.detail for note in result.integrity.notes] if result.integrity else [],
         "warnings": list(result.pier.warnings) if result.pier else [],
         "has_verdict": result.has_verdict,
