@@ -631,9 +631,8 @@ class Chat(OpenAI):
 
     def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
         """Servers fetch pictures, sounds and films alike: what is called `..._url`, and any other link in a part."""
-        part = {name.lower(): value for name, value in part.items()}  # as servers written in Go read it
         file = part.get("file")
-        named = {**part, **file} if isinstance(file, dict) else part
+        named = {**part, **{name.casefold(): value for name, value in file.items()}} if isinstance(file, dict) else part
         links = (value for key, value in named.items() if key.endswith("_url"))
         urls = (link.get("url") if isinstance(link, dict) else link for link in links)
         is_message = "role" in part and "type" not in part
