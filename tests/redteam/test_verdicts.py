@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 
 from pier.agent.contract import Agent, AgentRun, Launch
-from pier.errors import SandboxError, VerifierError
+from pier.errors import ArgumentError, SandboxError, VerifierError
 from pier.gateway import Gateway
 from pier.gateway.budget import Retry
 from pier.gateway.providers import Provider
 from pier.gateway.session import Session
+from pier.image.model import host_image
 from pier.network.policy import Decision
-from pier.sandbox.contract import OnOutput, Result, Sandbox
+from pier.sandbox.contract import OnOutput, Result, Sandbox, SandboxSpec
 from pier.trial.config import AgentConfig, EnvironmentConfig
 from pier.trial.result import TrialResult
 from pier.trial.run import run_trial
@@ -596,6 +597,39 @@ async def test_tests_that_do_not_fit(place: str, tmp_path: Path, monkeypatch: py
             assert_no_verdict(await bench.run(task, filling))
 
 
+class CrampedAgent(FillingAgent):
+    """Finds hardly any space left on the disk, so that it cannot do its work."""
+
+    name = "cramped"
+
+    async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
+        ballast = Path(run.options["disk"]) / "ballast"
+        fill(ballast)
+        os.truncate(ballast, ballast.stat().st_size - 700_000)
+        return await sandbox.exec("head -c 3000000 /dev/urandom > /app/done || rm /app/done; test -e /app/done")
+
+
+@needs_root
+@everywhere
+@route(
+    "verdicts",
+    "let the disk fill up while the agent works, but for what the tests need",
+    "an infrastructure fault without a verdict, retryable",
+)
+async def test_work_that_does_not_fit(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIER_HOME", str(tmp_path / "home"))
+    with ExitStack() as stack:
+        if place == "local":
+            disk = stack.enter_context(small_disk(tmp_path / "home", "64m"))
+        else:
+            running = stack.enter_context(bash_engine(tmp_path, disk="128m"))
+            monkeypatch.setenv("DOCKER_HOST", running.url)
+            disk = running.directory / "data"
+        async with open_place(place, tmp_path / "trials") as bench:
+            cramped = AgentConfig(name=f"{__name__}:CrampedAgent", kwargs={"disk": str(disk)})
+            assert_no_verdict(await bench.run(write_task(tmp_path / "t"), cramped))
+
+
 @pytest.mark.docker
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.skipif(cannot_mount("btrfs") is not None, reason=str(cannot_mount("btrfs")))
@@ -1048,3 +1082,17 @@ async def test_an_agent_that_fails_on_it_is_to_blame(place: str, agent: str, cod
     error = result.exception_info
     assert error is not None
     assert (error.code, error.blame, error.retryable) == (code, "agent", False), error
+
+
+@pytest.mark.plain
+@route("verdicts", "A caller gives an impossible port, or no directories to isolate", "an error of the caller")
+async def test_wrong_ports_and_directories(tmp_path: Path) -> None:
+    async with open_place("local", tmp_path) as bench:
+        async with await bench.services.backend.start(SandboxSpec(host_image())) as sandbox:
+            for port in (-1, 0, 65536, 2**70, "80", "a\0b", "\ud83d", None, True, []):
+                with pytest.raises(ArgumentError):
+                    await sandbox.dial(port)  # pyright: ignore[reportArgumentType]
+            for folders in (None, "/tests", ["/tests"], {"": 0}, {"a\0": 0}, {"\ud83d": 0}, {7: 0}, {"/tests": "0"}):
+                with pytest.raises(ArgumentError):
+                    await sandbox.isolate(folders)  # pyright: ignore[reportArgumentType]
+            assert (await sandbox.exec("echo ok")).text == "ok\n"

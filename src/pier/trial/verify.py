@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from pier.errors import PathError, PierError, SandboxError, VerifierError
+from pier.errors import PathError, PierError, SandboxError, StorageError, VerifierError
 from pier.network.policy import NONE, Decision, OnDecision
 from pier.redact import Redactor
 from pier.sandbox.contract import LOST, Change, Sandbox
@@ -117,6 +117,11 @@ async def grade(
                 graded.rewards = None
                 raise
     graded.error = failure.error
+    if not (graded.rewards and _is_full(graded.rewards)) and await environment.sandbox.disk_was_full():
+        full = StorageError(
+            "the disk of the sandbox was full meanwhile, so work or tests may have failed because of it"
+        )
+        full.__cause__, graded.rewards, graded.error = graded.error, None, full
     return graded
 
 
