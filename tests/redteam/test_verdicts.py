@@ -25,6 +25,7 @@ from pier.gateway.session import Session
 from pier.image.model import host_image
 from pier.network.policy import Decision
 from pier.sandbox.contract import OnOutput, Result, Sandbox, SandboxSpec
+from pier.trial import record
 from pier.trial.config import AgentConfig, EnvironmentConfig
 from pier.trial.result import TrialResult
 from pier.trial.run import run_trial
@@ -532,6 +533,24 @@ async def test_a_disk_that_is_full_when_the_agent_ends(place: str, tmp_path: Pat
                 await bench.run(task, AgentConfig(name=f"{__name__}:FillingAgent", kwargs={"disk": str(disk)}))
             assert caught.value.errno == errno.ENOSPC
             assert not (bench.last / "result.json").exists()
+
+
+@pytest.mark.plain
+@route("verdicts", "let a line of the log of a task with steps be lost", "no verdict, and none for its steps")
+async def test_a_lost_line_voids_all_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(fd: int, data: bytes) -> None:
+        if b"phase verify" in data:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.write(fd, data)
+
+    monkeypatch.setattr(record, "write_all", write)
+    more = {f"steps__{name}__instruction.md": "Do it." for name in ("one", "two")}
+    toml = TOML + '[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n'
+    async with open_place("local", tmp_path / "trials") as bench:
+        result = await bench.run(write_task(tmp_path / "t", toml=toml, **more))
+        assert_no_verdict(result)
+        assert [step.rewards for step in result.step_results or ()] == [None, None]
+        assert result.pier is not None and result.pier.graded_steps == 0
 
 
 @needs_root
