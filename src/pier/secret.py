@@ -46,6 +46,10 @@ _MODEL = re.compile(
     re.IGNORECASE,
 )
 _HOST = re.compile(r"(?:[a-z0-9_-]+\.)+[a-z]{2,}\.?(?::\d+)?|[\d.]+(?::\d+)?|[a-z][a-z-]*:\d+")
+_FILE = re.compile(
+    r"[A-Za-z][\w-]*(?:\.[\w-]+)*\.(?:txt|csv|tsv|jsonl?|ya?ml|toml|ini|cfg|conf|md|html?|xml|log|db|sqlite3?|sql|py|"
+    r"ipynb|sh|[cm]?[jt]s|pem|key|crt|pub|zip|tar|gz|parquet|pkl|pdf|png|jpe?g)"
+)
 _PATH = re.compile(r"(?:~|\.{1,2})?/|[A-Za-z]:\\")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>\\]+")
 _BEARER = re.compile(r"\b(?:bearer|basic|token)\s+([^\s\"',;]+)", re.IGNORECASE)
@@ -88,6 +92,7 @@ def is_never_secret(value: str) -> bool:
         or (value.isdigit() and len(value) < _NUMBER_SIZE)
         or (value.isalpha() and value.isascii() and not _is_random(value))
         or _MODEL.fullmatch(value) is not None
+        or (_FILE.fullmatch(value) is not None and not looks_random(value))
         or (_PATH.match(value) is not None and not looks_random(value))
         or (_URL.fullmatch(value) is not None and not looks_random(value))
     )

@@ -408,4 +408,4 @@ def test_pauses_are_read_wherever_providers_write_them() -> None:
     assert classify(429, {}, {"Retry-After": "7"}).asked == 7
     assert classify(529, {}, {"retry-after-ms": "1500"}).asked == 1.5
     assert classify(429, "<html>").asked is None
-    assert not classify(402, {}).passing and not classify(401, {}).passing and classify(503, b"").passing
+    assert not classify(402, {}).retryable and not classify(401, {}).retryable and classify(503, b"").retryable

@@ -9,6 +9,7 @@ import shutil
 import ssl
 import struct
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -502,6 +503,28 @@ async def test_functions_are_nothing_else(dialect: str, key: str, tmp_path: Path
     assert [(edit["action"], edit["what"]) for edit in call.edits] == [("removed", f"tool field {key}")]
 
 
+TYPED: list[tuple[str, dict[str, Any]]] = [
+    ("responses", {"type": "local_shell"}),
+    ("responses", {"type": "shell", "environment": {"type": "local"}}),
+    ("responses", {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]}),
+    ("anthropic", {"type": "bash_20250124", "name": "bash"}),
+]
+
+
+@route(
+    "closed_book",
+    "a hosted tool under another key of a typed tool that the agent runs",
+    "the key is taken out and noted",
+)
+@pytest.mark.parametrize("key", ["googleSearch", "server_url", "Type", "Tools"])
+@pytest.mark.parametrize(("dialect", "tool"), TYPED)
+async def test_typed_tools_are_nothing_else(dialect: str, tool: dict[str, Any], key: str, tmp_path: Path) -> None:
+    status, _, (asked,) = await ask(dialect, {"tools": [{**tool, key: {}}]}, tmp_path)
+    assert status == 200 and json.loads(asked)["tools"] == [tool]
+    (call,) = recording.read(tmp_path).generations()
+    assert [(edit["action"], edit["what"]) for edit in call.edits] == [("removed", f"tool field {key}")]
+
+
 @route("closed_book", "a request within a request, for a model of another dialect", "it is closed like any other")
 @pytest.mark.parametrize("upstream", ["anthropic", "chat", "responses", "gemini"])
 async def test_a_request_within_a_request_is_closed(upstream: str, tmp_path: Path) -> None:
@@ -534,6 +557,13 @@ REMOTE: list[tuple[str, dict[str, Any]]] = [
     ("chat", {"type": "file", "file_id": "away.test"}),
     ("chat", {"role": "user", "Type": "image_url", "Image_URL": {"url": "https://away.test"}}),
     ("gemini", {"fileData": {"fileUri": "https://away.test"}}),
+    ("gemini", {"FileData": {"fileUri": "https://away.test"}}),
+    ("anthropic", {"type": "image", "Source": {"type": "url", "url": "https://away.test"}}),
+    ("anthropic", {"type": "image", "source": {"Type": "url", "url": "https://away.test"}}),
+    ("anthropic", {"type": "image", "source": "https://away.test"}),
+    ("anthropic", {"type": "image", "source": [{"type": "url", "url": "https://away.test"}]}),
+    ("anthropic", {"type": "image_url", "image_url": {"url": "https://away.test"}}),
+    ("responses", {"Type": "input_image", "Image_URL": "https://away.test"}),
 ]
 
 
@@ -546,6 +576,38 @@ async def test_remote_files_do_not_leave(dialect: str, part: dict[str, Any], tmp
     item = part if part.get("type") == "tool_search_output" else {"role": "user", inner: [part]}
     status, _, (asked,) = await ask(dialect, {place: [item]}, tmp_path)
     assert status == 200 and b"away.test" not in asked
+
+
+NAMES = {"responses": ("input", "content"), "gemini": ("contents", "parts")}
+PICTURE: dict[str, dict[str, Any]] = {
+    "chat": {"type": "image_url", "image_url": {"url": "https://away.test"}},
+    "responses": {"type": "input_image", "image_url": "https://away.test"},
+    "anthropic": {"type": "image", "source": {"type": "url", "url": "https://away.test"}},
+    "gemini": {"fileData": {"fileUri": "https://away.test"}},
+}
+
+
+@route(
+    "closed_book", "remote files below a name in other letters, as some servers read it", "a sentence takes its place"
+)
+@pytest.mark.parametrize("dialect", sorted(PICTURE))
+@pytest.mark.parametrize("spell", [str.capitalize, str.upper, lambda name: name.replace("s", "\u017f")])
+async def test_names_in_other_letters(dialect: str, spell: Callable[[str], str], tmp_path: Path) -> None:
+    place, inner = NAMES.get(dialect, ("messages", "content"))
+    item = {"role": "user", spell(inner): [PICTURE[dialect]], spell("tools"): [{"type": "web_search"}]}
+    status, _, (asked,) = await ask(dialect, {place: [item]}, tmp_path)
+    assert status == 200 and b"away.test" not in asked and b"web_search" not in asked
+
+
+@route("closed_book", "a name that stands twice in a message or part, in other letters", "the request is refused")
+@pytest.mark.parametrize("dialect", sorted(PICTURE))
+async def test_names_that_stand_twice_in_other_letters(dialect: str, tmp_path: Path) -> None:
+    place, inner = NAMES.get(dialect, ("messages", "content"))
+    upper = {name.upper(): value for name, value in PICTURE[dialect].items()}
+    twice = upper | {name: {} for name in PICTURE[dialect]}
+    for item in ({"role": "user", inner: [twice]}, {"role": "user", "Role": "user", inner: []}):
+        status, raw, asked = await ask(dialect, {place: [item]}, tmp_path)
+        assert status == 400 and b"duplicate key" in raw and asked == []
 
 
 @route("closed_book", "what the provider kept for another request, named by its id alone", "a sentence takes its place")

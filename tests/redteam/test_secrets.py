@@ -17,8 +17,8 @@ import pytest
 from aiohttp import web
 
 from pier.record.reader import Recording, read
-from pier.redact import REDACTED
-from pier.secret import looks_random
+from pier.redact import REDACTED, Redactor
+from pier.secret import is_secret, looks_random
 from tests.gateway_fakes import fake_provider, streams
 from tests.host_logs import claude_log
 from tests.job_tasks import pier, trials_of
@@ -266,3 +266,11 @@ def test_no_file_of_a_workspace_holds_a_secret(tmp_path: Path, pier_home: Path) 
     assert len(trials) == 2 and REDACTED in (trials[0] / "agent" / "trajectory.json").read_text()
     for place in (ws, pier_home, tmp_path / "traces", tmp_path / "page"):
         assert leaks(place) == [], place
+
+
+@route("secrets", "a variable with a secret name holds the name of a file", "the name stays in every text")
+@pytest.mark.plain
+@pytest.mark.parametrize("name", ["data.csv", "config.yaml", "test-data.json", "server.key", "main.test.py"])
+def test_names_of_files_are_no_secrets(name: str) -> None:
+    assert not is_secret("KEY_FILE", name) and not Redactor([name])
+    assert is_secret("KEY_FILE", f"x7Kp2mQ9{name}")

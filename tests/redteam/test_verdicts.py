@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 
 from pier.agent.contract import Agent, AgentRun, Launch
-from pier.errors import SandboxError, VerifierError
+from pier.errors import ArgumentError, SandboxError, VerifierError
 from pier.gateway import Gateway
 from pier.gateway.budget import Retry
 from pier.gateway.providers import Provider
 from pier.gateway.session import Session
+from pier.image.model import host_image
 from pier.network.policy import Decision
-from pier.sandbox.contract import OnOutput, Result, Sandbox
+from pier.sandbox.contract import OnOutput, Result, Sandbox, SandboxSpec
+from pier.trial import record
 from pier.trial.config import AgentConfig, EnvironmentConfig
 from pier.trial.result import TrialResult
 from pier.trial.run import run_trial
@@ -533,6 +535,24 @@ async def test_a_disk_that_is_full_when_the_agent_ends(place: str, tmp_path: Pat
             assert not (bench.last / "result.json").exists()
 
 
+@pytest.mark.plain
+@route("verdicts", "let a line of the log of a task with steps be lost", "no verdict, and none for its steps")
+async def test_a_lost_line_voids_all_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(fd: int, data: bytes) -> None:
+        if b"phase verify" in data:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.write(fd, data)
+
+    monkeypatch.setattr(record, "write_all", write)
+    more = {f"steps__{name}__instruction.md": "Do it." for name in ("one", "two")}
+    toml = TOML + '[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n'
+    async with open_place("local", tmp_path / "trials") as bench:
+        result = await bench.run(write_task(tmp_path / "t", toml=toml, **more))
+        assert_no_verdict(result)
+        assert [step.rewards for step in result.step_results or ()] == [None, None]
+        assert result.pier is not None and result.pier.graded_steps == 0
+
+
 @needs_root
 @route(
     "verdicts",
@@ -594,6 +614,39 @@ async def test_tests_that_do_not_fit(place: str, tmp_path: Path, monkeypatch: py
             task = write_task(tmp_path / "t", tests__large="x" * 8_000_000)
             filling = AgentConfig(name=f"{__name__}:FillingAgent", kwargs={"disk": str(disk)})
             assert_no_verdict(await bench.run(task, filling))
+
+
+class CrampedAgent(FillingAgent):
+    """Finds hardly any space left on the disk, so that it cannot do its work."""
+
+    name = "cramped"
+
+    async def run(self, sandbox: Sandbox, run: AgentRun, on_output: OnOutput | None = None) -> Result:
+        ballast = Path(run.options["disk"]) / "ballast"
+        fill(ballast)
+        os.truncate(ballast, ballast.stat().st_size - 700_000)
+        return await sandbox.exec("head -c 3000000 /dev/urandom > /app/done || rm /app/done; test -e /app/done")
+
+
+@needs_root
+@everywhere
+@route(
+    "verdicts",
+    "let the disk fill up while the agent works, but for what the tests need",
+    "an infrastructure fault without a verdict, retryable",
+)
+async def test_work_that_does_not_fit(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIER_HOME", str(tmp_path / "home"))
+    with ExitStack() as stack:
+        if place == "local":
+            disk = stack.enter_context(small_disk(tmp_path / "home", "64m"))
+        else:
+            running = stack.enter_context(bash_engine(tmp_path, disk="128m"))
+            monkeypatch.setenv("DOCKER_HOST", running.url)
+            disk = running.directory / "data"
+        async with open_place(place, tmp_path / "trials") as bench:
+            cramped = AgentConfig(name=f"{__name__}:CrampedAgent", kwargs={"disk": str(disk)})
+            assert_no_verdict(await bench.run(write_task(tmp_path / "t"), cramped))
 
 
 @pytest.mark.docker
@@ -1048,3 +1101,17 @@ async def test_an_agent_that_fails_on_it_is_to_blame(place: str, agent: str, cod
     error = result.exception_info
     assert error is not None
     assert (error.code, error.blame, error.retryable) == (code, "agent", False), error
+
+
+@pytest.mark.plain
+@route("verdicts", "A caller gives an impossible port, or no directories to isolate", "an error of the caller")
+async def test_wrong_ports_and_directories(tmp_path: Path) -> None:
+    async with open_place("local", tmp_path) as bench:
+        async with await bench.services.backend.start(SandboxSpec(host_image())) as sandbox:
+            for port in (-1, 0, 65536, 2**70, "80", "a\0b", "\ud83d", None, True, []):
+                with pytest.raises(ArgumentError):
+                    await sandbox.dial(port)  # pyright: ignore[reportArgumentType]
+            for folders in (None, "/tests", ["/tests"], {"": 0}, {"a\0": 0}, {"\ud83d": 0}, {7: 0}, {"/tests": "0"}):
+                with pytest.raises(ArgumentError):
+                    await sandbox.isolate(folders)  # pyright: ignore[reportArgumentType]
+            assert (await sandbox.exec("echo ok")).text == "ok\n"

@@ -83,6 +83,15 @@ def check_paths(name: str, values: Any) -> None:
         check_path(name, value)
 
 
+def check_folders(name: str, values: Any) -> None:
+    """Directories inside a sandbox, with their modes."""
+    if not isinstance(values, Mapping):
+        raise _invalid(name, values, "a mapping of paths to modes")
+    for path, mode in values.items():
+        check_path(name, path)
+        check_number(f"{name}[{path!r}]", mode, 0, 0o7777)
+
+
 def check_files(name: str, values: Any) -> None:
     if not isinstance(values, (list, tuple)) or not all(isinstance(value, NewFile) for value in values):
         raise _invalid(name, values, "a sequence of NewFile")

@@ -458,6 +458,11 @@ class Sandbox(ABC):
         cannot tell. Mounts are left out."""
         return None
 
+    async def disk_was_full(self) -> bool:
+        """Whether the disk that the sandbox is on was full at some time, as far as the backend watches it. Commands
+        may have failed because of that."""
+        return False
+
     @abstractmethod
     async def set_network(self, policy: NetworkPolicy) -> None:
         """Change what the sandbox may reach, from the next packet on. `PolicyError` if that cannot be enforced."""

@@ -407,7 +407,8 @@ class TrialRun:
         if self.record.fault is not None:
             lost = StorageError(f"the trial's log could not be written: {self.record.fault}")
             result.exception_info = exception_info(lost, self.clock.current, self.redactor)
-            result.verifier_result = None
+            for graded in (result, *self.outcomes):
+                graded.verifier_result = None
         if result.exception_info is not None:
             self.record.write_exception(result.exception_info.exception_traceback)
         judge_as_harbor(result)

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from pier.errors import PathError, PierError, SandboxError, VerifierError
+from pier.errors import PathError, PierError, SandboxError, StorageError, VerifierError
 from pier.network.policy import NONE, Decision, OnDecision
 from pier.redact import Redactor
 from pier.sandbox.contract import LOST, Change, Sandbox
@@ -110,6 +110,11 @@ async def grade(
                 graded.rewards = None
                 raise
     graded.error = failure.error
+    if not (graded.rewards and _is_whole(graded.rewards)) and await environment.sandbox.disk_was_full():
+        full = StorageError(
+            "the disk of the sandbox was full for a while, which may have made the agent or the tests fail"
+        )
+        full.__cause__, graded.rewards, graded.error = graded.error, None, full
     return graded
 
 
@@ -352,7 +357,7 @@ def _decide(graded: Graded, first: _Run, pristine: _Run, again: _Run) -> None:
     """Set the rewards of `graded` to those of the second run, or to zeros if the agent broke its grading; else raise
     the error with its blame."""
     error, rewards = first.error, again.graded.rewards
-    if rewards is not None and rewards.get("reward", min(rewards.values(), default=0)) >= 1:
+    if rewards is not None and _is_whole(rewards):
         raise VerifierError(
             f"the tests gave no reward and then {rewards} for the same state; the first time: {error}",
             code="verifier_flaky",
@@ -376,6 +381,11 @@ def _decide(graded: Graded, first: _Run, pristine: _Run, again: _Run) -> None:
     graded.rewards = dict.fromkeys(pristine.graded.rewards or {}, 0)
     detail = f"the tests give a reward without the agent's work, and none with it, tried twice: {error}"
     graded.notes.append(Note("no_reward", detail))
+
+
+def _is_whole(rewards: Rewards) -> bool:
+    """Whether another run could hardly give more. The key `reward` decides; without it, the smallest value."""
+    return rewards.get("reward", min(rewards.values(), default=0)) >= 1
 
 
 def network_faults(first: NetworkUse, pristine: NetworkUse, again: NetworkUse, *, reward: bool) -> str:

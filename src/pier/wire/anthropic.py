@@ -449,6 +449,7 @@ class Anthropic(Dialect):
         type name description input_schema cache_control strict defer_loading input_examples allowed_callers
         eager_input_streaming
     """
+    typed_fields = "display_width_px display_height_px display_number enable_zoom max_characters max_results"
     local_tools = re.compile(r"custom|(bash|text_editor|computer|memory)_\d+|tool_search_tool_\w+")
 
     def error_body(self, status: int, message: str, kind: ErrorKind) -> dict[str, Any]:
@@ -557,9 +558,13 @@ class Anthropic(Dialect):
         return Tool(tool.name, description, {"type": "object", "properties": properties, "required": required})
 
     def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
-        source = part.get("source")
-        away = isinstance(source, dict) and source.get("type") not in ("base64", "text", "content")
-        return {"type": "text", "text": REMOVED} if away or part.get("type") == "container_upload" else None
+        kind, source = part.get("type"), part.get("source")
+        if isinstance(source, dict):
+            away = source.get("type") not in ("base64", "text", "content")
+        else:  # the source of a search result is its name
+            away = source is not None and kind != "search_result"
+        linked = any(name.endswith("_url") for name in part)
+        return {"type": "text", "text": REMOVED} if away or linked or kind == "container_upload" else None
 
 
 def read_stop(native: Any, has_calls: bool) -> StopReason:

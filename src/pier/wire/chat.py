@@ -624,9 +624,8 @@ class Chat(OpenAI):
 
     def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
         """Replace parts with `..._url` fields and any other link, which servers fetch whatever the media type."""
-        part = {name.lower(): value for name, value in part.items()}  # servers written in Go ignore case
         file = part.get("file")
-        named = {**part, **file} if isinstance(file, dict) else part
+        named = {**part, **{name.casefold(): value for name, value in file.items()}} if isinstance(file, dict) else part
         is_message = "role" in part and "type" not in part
         linked = has_link(file) or (not is_message and has_link(part))
         away = linked or has_web_url(named) or named.get("file_id")

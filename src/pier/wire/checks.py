@@ -22,7 +22,7 @@ __all__ = ["REMOVED", "close_book", "is_closed", "offline", "prescribe"]
 _WHY = "this session has no internet"
 _INNER = "generateContentRequest"
 """Gemini's nested request for counting tokens, which replaces the outer one when translated."""
-_NESTED = ("content", "parts", "output", "source", "functionResponse", "function_response")
+_NESTED = ("content", "parts", "output", "source", "functionresponse", "function_response")
 _MESSAGE = {"role", "content"}
 """The fields of most messages. If the content is text, such a message has no remote references in any dialect."""
 
@@ -124,16 +124,22 @@ def _names_gone(choice: Any, kept: list[Any]) -> bool:
 
 
 def _close_item(item: Any, dialect: Dialect, edits: list[Edit]) -> Any:
-    """A message, item or part with its remote references replaced at any depth."""
+    """A message, item or part with its remote references replaced at any depth. Servers written in Go match names in
+    any case, so all names are compared case-folded."""
     if isinstance(item, list):
         return [_close_item(inner, dialect, edits) for inner in item]
     if not isinstance(item, dict) or (item.keys() == _MESSAGE and isinstance(item["content"], str)):
         return item
-    replacement = dialect.without_remote(item)
+    folded = {name.casefold(): value for name, value in item.items()}
+    if len(folded) != len(item):
+        raise BadRequest("duplicate key, in another case, in a message or part")
+    replacement = dialect.without_remote(folded)
     if replacement is not None:
         edits.append(Edit("removed", f"remote {item.get('type') or 'file'}", _WHY))
         return replacement
-    if item.get("tools") is not None:
-        item = dict(item)
+    if folded.get("tools") is not None:
+        item = {"tools" if name.casefold() == "tools" else name: value for name, value in item.items()}
         _close_tools(dialect, item, edits)
-    return {key: _close_item(value, dialect, edits) if key in _NESTED else value for key, value in item.items()}
+    return {
+        key: _close_item(value, dialect, edits) if key.casefold() in _NESTED else value for key, value in item.items()
+    }

@@ -330,6 +330,9 @@ class Dialect:
     tool_fields = ""
     """The allowed fields of function and free-text tools; empty to allow all."""
 
+    typed_fields = ""
+    """Further fields of typed tools that run with the agent."""
+
     def close_tool(self, tool: dict[str, Any], removed: list[str]) -> dict[str, Any] | None:
         """A tool without its hosted parts, whose names are appended to `removed`; None if nothing is left."""
         kind, place = tool.get("type"), tool.get("environment")
@@ -338,18 +341,23 @@ class Dialect:
         else:
             is_plain = kind in ("function", "custom") and self.local_tools.fullmatch(kind) is not None
         if is_plain:
-            known = self.tool_fields.split() or list(tool)
-            removed.extend(f"field {name}" for name in tool if name not in known)
-            return {name: value for name, value in tool.items() if name in known}
+            return _with_fields(tool, self.tool_fields.split() or list(tool), removed)
         local_shell = kind == "shell" and isinstance(place, dict) and place.get("type") == "local"
         if kind is not None and (self.local_tools.fullmatch(str(kind)) or local_shell):
-            return tool
+            return _with_fields(tool, [*self.tool_fields.split(), *self.typed_fields.split()], removed)
         removed.append(str(kind or ", ".join(tool)[:200] or "without a name"))
         return None
 
     def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The replacement of a message, item or part that refers to a file elsewhere; None if it does not."""
+        """The replacement of a message, item or part, whose names are case-folded, that refers to a file elsewhere;
+        None if it does not."""
         return None
+
+
+def _with_fields(tool: dict[str, Any], known: list[str], removed: list[str]) -> dict[str, Any]:
+    """A tool with its known fields only; the names of the others go to `removed`."""
+    removed.extend(f"field {name}" for name in tool if name not in known)
+    return {name: value for name, value in tool.items() if name in known}
 
 
 @cache

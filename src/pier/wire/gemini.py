@@ -648,7 +648,7 @@ class Gemini(Dialect):
         return {key: value for key, value in tool.items() if key in _KEPT_TOOLS} or None
 
     def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
-        return {"text": REMOVED} if part.get("fileData") or part.get("file_data") else None
+        return {"text": REMOVED} if part.get("filedata") or part.get("file_data") else None
 
 
 def read_part(part: Mapping[str, Any]) -> list[Any]:

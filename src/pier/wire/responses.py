@@ -546,6 +546,7 @@ class Responses(OpenAI):
     file_places = ("input", "instructions")
     untyped_tool = "parameters"
     tool_fields = "type name description parameters strict format defer_loading allowed_callers cache_control"
+    typed_fields = "environment execution display_width display_height"
     local_tools = re.compile(r"function|custom|local_shell|apply_patch|tool_search|namespace|computer\w*")
 
     def _parse_request(self, body: Mapping[str, Any], route: Route | None) -> Request:
@@ -624,7 +625,8 @@ class Responses(OpenAI):
             raise BadRequest("invalid value for tools of a namespace: expected a list")
         found = [self.close_tool(need_dict(inner, "a tool"), removed) for inner in tool["tools"]]
         inner = [each for each in found if each is not None]
-        return {**tool, "tools": inner} if inner else None
+        closed = super().close_tool(without(tool, "tools"), removed)
+        return {**closed, "tools": inner} if closed and inner else None
 
     def without_remote(self, part: Mapping[str, Any]) -> dict[str, Any] | None:
         kind = part.get("type")

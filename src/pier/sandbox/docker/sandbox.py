@@ -122,6 +122,10 @@ class ContainerBox:
         """How often everything was killed because of the limit on disk. An engine with quotas keeps it itself."""
         return self._disk.kills if self._disk else 0
 
+    async def disk_was_full(self) -> bool:
+        """Whether the watched disk was full at some time."""
+        return self._disk is not None and await self._disk.was_full()
+
     def watch_disk(self, limit: int) -> None:
         """From now on kill everything inside whenever what it wrote takes more than `limit` bytes."""
         self._disk = DiskWatch(self.channel, limit, self.entered.free_disk, self._measure)
@@ -279,6 +283,7 @@ class DockerSandbox(LinuxSandbox[ContainerBox]):
         return listener
 
     async def dial(self, port: int) -> socket.socket:
+        arguments.check_number("port", port, 1, 0xFFFF)
         if isinstance(self.box.channel, HelperChannel):
             raise SandboxError(
                 "cannot connect to a port inside: the engine is reached through a helper",

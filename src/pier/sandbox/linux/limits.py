@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -217,6 +218,8 @@ _WATCH_SECONDS = 0.5
 _MEASURE_SECONDS = 10.0
 _LARGE = 1 << 30
 """A limit from which on measuring waits for a sign that it may be passed."""
+_LITTLE = 64 << 20
+"""Bytes of free space below which a disk counts as full; a quarter of the limit if that is less."""
 
 
 class DiskWatch:
@@ -231,6 +234,7 @@ class DiskWatch:
         measure: Callable[[], Awaitable[int]],
     ) -> None:
         self.kills = 0
+        self._was_full = False
         self._channel = channel
         self._limit = limit
         self._free = free
@@ -246,7 +250,7 @@ class DiskWatch:
             await asyncio.sleep(pause)
             began = loop.time()
             try:
-                free = await self._free() or 0
+                free = await self._look() or 0
                 most = max(most, free)
                 if self._limit >= _LARGE and used + most - free <= self._limit and began < due:
                     continue
@@ -258,6 +262,17 @@ class DiskWatch:
             except (SandboxError, OSError):
                 continue
             pause = max(_WATCH_SECONDS, 10 * (loop.time() - began))
+
+    async def _look(self) -> int | None:
+        free = await self._free()
+        self._was_full |= free is not None and free < min(_LITTLE, self._limit // 4)
+        return free
+
+    async def was_full(self) -> bool:
+        """Whether the disk was found with hardly any space left, now or before."""
+        with suppress(SandboxError, OSError):
+            await self._look()
+        return self._was_full
 
     async def stop(self) -> None:
         self._watching.cancel()

@@ -60,6 +60,8 @@ class SandboxProcess(Protocol):
 
     def disk_kills(self) -> int: ...
 
+    async def disk_was_full(self) -> bool: ...
+
 
 BoxT = TypeVar("BoxT", bound=SandboxProcess)
 
@@ -113,6 +115,9 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         self._lock = asyncio.Lock()
         self._processes: set[LinuxProcess] = set()
         self._listeners: list[LinuxListener] = []
+
+    async def disk_was_full(self) -> bool:
+        return await self.box.disk_was_full()
 
     async def spawn(
         self,
@@ -384,6 +389,7 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         await listener.serve(message["port"], socket.socket(fileno=fds[0]))
 
     async def dial(self, port: int) -> socket.socket:
+        arguments.check_number("port", port, 1, 0xFFFF)
         _, fds = await self.box.channel.ask({"op": "socket"})
         sock = socket.socket(fileno=fds[0])
         sock.setblocking(False)
@@ -399,6 +405,7 @@ class LinuxSandbox(Sandbox, Generic[BoxT]):
         return message["killed"]
 
     async def isolate(self, folders: Mapping[str, int]) -> Isolation:
+        arguments.check_folders("folders", folders)
         message, _ = await self.box.channel.ask({"op": "enclose", "folders": dict(folders)})
         if not message["count"]:
             return Isolation()

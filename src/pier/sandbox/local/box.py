@@ -103,6 +103,10 @@ class LocalBox:
         """How often everything was killed because of the limit on disk."""
         return self._disk.kills if self._disk else 0
 
+    async def disk_was_full(self) -> bool:
+        """Whether the watched disk was full at some time."""
+        return self._disk is not None and await self._disk.was_full()
+
     def watch_disk(self, limit: int) -> None:
         """From now on kill everything inside whenever what it wrote takes more than `limit` bytes."""
         self._disk = DiskWatch(self.channel, limit, self._free, self._measure)
