@@ -398,6 +398,13 @@ async def test_tools_of_an_unknown_shape_are_refused(dialect: str, tools: Any, t
     assert status == 400 and b"invalid value for tools" in raw and asked == []
 
 
+@pytest.mark.parametrize("declared", [{"googleSearch": {}}, "google_search", ["google_search"], 7])
+@pytest.mark.parametrize("key", ["functionDeclarations", "function_declarations"])
+async def test_declarations_of_an_unknown_shape_are_refused(key: str, declared: Any, tmp_path: Path) -> None:
+    status, raw, asked = await ask("gemini", {"tools": [{key: declared}]}, tmp_path)
+    assert status == 400 and b"invalid value for tools" in raw and asked == []
+
+
 HOSTED: dict[str, list[dict[str, Any]]] = {
     "chat": [
         {"type": "web_search"},

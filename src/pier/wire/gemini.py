@@ -644,6 +644,10 @@ class Gemini(Dialect):
         return replace(request, extra={"generationConfig": {"thinkingConfig": {"includeThoughts": True}}})
 
     def close_tool(self, tool: dict[str, Any], removed: list[str]) -> dict[str, Any] | None:
+        for key in ("functionDeclarations", "function_declarations"):
+            declared = tool.get(key) or []
+            if not isinstance(declared, list) or not all(isinstance(each, dict) for each in declared):
+                raise BadRequest(f"invalid value for tools: expected a list of objects as {key}")
         removed.extend(key for key in tool if key not in _KEPT_TOOLS)
         return {key: value for key, value in tool.items() if key in _KEPT_TOOLS} or None
 
