@@ -18,6 +18,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ SILENCE = 120.0
 _CHUNK = 1 << 18
 _MANY = 1 << 16
 """Files that may be open in a session, for the connections of all its containers."""
+_MARK_TRIES = 5
+_MARK_SECONDS = 0.01
 _NOT_ATTENDED = {"error": "the container is not attended", "code": "sandbox_gone"}
 
 
@@ -125,10 +128,18 @@ class HelperSession:
                 os._exit(0)
 
     def _hello(self) -> dict[str, Any]:
-        mark = ""
-        with contextlib.suppress(OSError), open(f"{self._root}{os.environ.get(helper_boot.MARK, '')}") as stream:
-            mark = stream.read(64)
-        return {"networks": sorted(offered_modes()), "six": Path("/proc/sys/net/ipv6").exists(), "mark": mark}
+        facts = {"networks": sorted(offered_modes()), "six": Path("/proc/sys/net/ipv6").exists()}
+        return facts | {"mark": self._read_mark()}
+
+    def _read_mark(self) -> str:
+        """The mark of pier, if the engine sees it. It is read again for a moment: the parent may still be the program
+        that started this process, which is about to exit."""
+        place = os.environ.get(helper_boot.MARK, "")
+        for _ in range(_MARK_TRIES if place else 0):
+            with contextlib.suppress(OSError), open(f"{self._root}{place}") as stream:
+                return stream.read(64)
+            time.sleep(_MARK_SECONDS)
+        return ""
 
     @property
     def _root(self) -> str:
